@@ -24,6 +24,13 @@ def capture(call: Callable[[], Any], warm_up: int = 1) -> tuple[torch.cuda.CUDAG
     return graph, results
 
 
+def graph_wrapper() -> tuple[Any, list[torch.Tensor]]:
+    """A paged wrapper on the CPU for graphs of two requests, and its index buffers."""
+    buffers = [torch.zeros(size, dtype=torch.int32) for size in (3, 3, 9, 2)]
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    return CLASSES["paged"](workspace, "NHD", True, *buffers), buffers
+
+
 @contextlib.contextmanager
 def no_waiting(on_gpu: bool = True) -> Iterator[None]:
     """What runs inside raises where it waits for the device."""

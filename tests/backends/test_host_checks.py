@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import graph_wrapper
 from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
@@ -17,7 +18,7 @@ from cutlass_kernels._compute import kernels, selection
 from cutlass_kernels._core import index_vectors, native
 from cutlass_kernels._core.problems import Offsets, Split
 from cutlass_kernels._planned import batches, index_buffers
-from cutlass_kernels._planned.batches import Index, Packed, Part
+from cutlass_kernels._planned.batches import Packed, Part
 
 LIKE = torch.empty(0, dtype=torch.uint8)
 PAGEABLE = 32 << 10  # bytes of vectors that go to the device at once; kPageable in indices.cpp
@@ -464,44 +465,8 @@ def test_plan_copies_index_vectors(target, whose, empty):
         assert_bitwise(wrapper.run(batch.q, *kv), want)
 
 
-def graph_wrapper() -> tuple[ck.BatchPrefillWithPagedKVCacheWrapper, list[torch.Tensor]]:
-    buffers = [torch.zeros(size, dtype=torch.int32) for size in (3, 3, 9, 2)]
-    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
-    return ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True, *buffers), buffers
-
-
 def test_scales_of_no_heads_are_left_to_python(meta_is_a_gpu):
     """They divide by the number of heads."""
     new, cache = (torch.empty(*shape, 0, 64, dtype=torch.float16, device="meta") for shape in ((3,), (2, 16)))
     slots, scale = torch.empty(3, dtype=torch.int64, device="meta"), torch.empty(0, device="meta")
     assert native.append_by_slot(new, new, cache, cache, slots, scale, None, "NHD") is None
-
-
-def test_buffers_of_a_graph_are_replaced_by_what_has_room():
-    wrapper, (_, kv_indptr, _, _) = graph_wrapper()
-    for wrong in (torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), None):
-        with pytest.raises(ValueError, match=r"replaced|1-D torch\.int32"):
-            wrapper._paged_kv_indptr_buf = wrong
-        assert wrapper._paged_kv_indptr_buf is kv_indptr
-    larger = torch.zeros(4, dtype=torch.int32)
-    wrapper._paged_kv_indptr_buf = larger
-    assert wrapper._paged_kv_indptr_buf is larger
-
-
-def test_vectors_in_the_buffers_of_a_graph_are_copied_apart():
-    """One kernel writes all buffers, in no order: it must not read what it writes."""
-    wrapper, (qo_indptr, kv_indptr, indices, last) = graph_wrapper()
-    own = torch.arange(3, dtype=torch.int32)
-    vectors = {
-        "qo_indptr_buf": own,
-        "paged_kv_indptr_buf": qo_indptr,  # another's buffer
-        "paged_kv_indices_buf": indices[2:6],
-        "paged_kv_last_page_len_buf": last,  # lies where it is wanted
-    }
-    (from_host, copies), apart = index_buffers.copies(
-        wrapper._stored, {name: Index(x, None) for name, x in vectors.items()}
-    )
-    assert not from_host
-    assert [to for to, _, _ in copies] == [x.data_ptr() for x in (qo_indptr, kv_indptr, indices)]
-    assert [count for *_, count in copies] == [3, 3, 4]
-    assert [given for _, given, _ in copies] == [own.data_ptr(), *(x.data_ptr() for x in apart)]
