@@ -353,14 +353,6 @@ class _Run:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor | None
-    causal: bool
-    pos_encoding_mode: str | None
-    window_left: int
-    logits_soft_cap: float
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    fp16_qk_reduction: bool
     o_dtype: torch.dtype | None
     sinks: torch.Tensor | None
     q_scale: Scale
@@ -371,7 +363,8 @@ class _Run:
     lse_layout: str
 
 
-_run_in_graph = operator("run", get_type_hints(_Run), _run, _fake_run)
+_OPTIONS = {**get_type_hints(Options), "pos_encoding_mode": str | None}  # None: those of the plan
+_run_in_graph = operator("run", {**get_type_hints(_Run), **_OPTIONS}, _run, _fake_run)
 
 
 class _LatentRun:
