@@ -102,6 +102,16 @@ def test_queries_beyond_fp16(rows, dim):
     assert_bitwise(out[:, ::2].contiguous(), want[:, ::2].contiguous())
 
 
+@every(dim=[64, 128], rows={"few rows": 1, "more rows": 16}, sm_scale=[1.0, 1e-6])
+def test_rows_near_the_smallest_numbers(rows, dim, sm_scale):
+    # Factor times scale is below the least normal number: logits are 0 then, and hidden keys stay hidden.
+    batch = batch_of(([rows, rows], [300, 70]), dim=dim)
+    for exponent in (-124, -128, -132):
+        batch.q.copy_(torch.randn_like(batch.q, dtype=torch.float32) * 2.0**exponent)
+        options = Options(causal=True, sm_scale=sm_scale)
+        check(attend("fa2", batch, 16, options), batch, options)
+
+
 @every(dtype=HALF, dim=[64, 128, 256])
 @readers(1)
 def test_every_finite_number(reader, page_size, fp8, dim, dtype):
