@@ -53,8 +53,13 @@ struct PageTable {
   std::int64_t num_indices = kNotSet;
   std::int64_t table_stride = 0;       ///< 0: requests follow one another; batch_size times it is below 2^31
   std::int32_t table_width = kNotSet;  ///< at most table_stride
-  std::int32_t v_offset = 0;           ///< subtracted from the page numbers of v: those of k count further on
-  std::int64_t num_pages = kNotSet;    ///< of k and of v
+  /// > 0: entries of `indices` name slots of the cache, not pages: token i of page n is slot n * slots_per_page + i.
+  /// page_size, the keys of an entry, is 1. Keys of a request may then lie anywhere, in any order, and more than once.
+  /// An entry that is no slot, negative or from num_pages * slots_per_page on, is no key: hidden from all rows, never
+  /// read. For latent attention, requests of one row, and a table.
+  std::int32_t slots_per_page = 0;
+  std::int32_t v_offset = 0;         ///< subtracted from the page numbers of v: those of k count further on
+  std::int64_t num_pages = kNotSet;  ///< of k and of v
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
   std::int64_t k_rope_stride_page = 0;  ///< of AttentionParams::k_rope
@@ -185,6 +190,9 @@ struct TensorParams {
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;
+  /// Optional [total_q, num_qo_heads], contiguous, for latent attention: the largest logit of each row, in natural
+  /// units and without its sink; -inf where it sees no key.
+  float* max_logits = nullptr;
 };
 
 /// Which keys a row sees.

@@ -71,6 +71,21 @@ class Call(NamedTuple):
     kv_indices: Annotated[torch.Tensor | None, ...] = None
     kv_last_page_len: Annotated[torch.Tensor | None, ...] = None
     kv_layout: Annotated[str, "see the table."] = "NHD"
+    kv_indices_per_token: Annotated[
+        torch.Tensor | None,
+        "int32 ``[rows, Hkv, K]``, the keys that each query row sees, in place of all those of its request: slots of "
+        "the cache, ``page * page_size + offset``, or rows of ``[tokens, Hkv, D]``. In any order; one that is listed "
+        "twice counts twice; an index that is no slot, such as -1, is none. For latent attention.",
+    ] = None
+    topk_length: Annotated[
+        torch.Tensor | None,
+        "int32 ``[rows]``, or ``[B]`` for q of ``[B, n, Hq, D]``: only the leftmost so many of a row's indices count.",
+    ] = None
+    max_logits: Annotated[
+        torch.Tensor | None,
+        "fp32 ``[rows, Hq]``, where to write the largest logit of each row, in natural units and without its sink; "
+        "-inf where a row sees no key. For latent attention by ``kv_indices_per_token``.",
+    ] = None
     causal: Annotated[bool, ...] = False
     window: Annotated[tuple[int, int], ...] = (-1, -1)
     chunk_size: Annotated[int, "the mask; ``window`` is ``(left, right)``, -1 is no limit."] = 0
