@@ -76,6 +76,19 @@ AttentionParams latent() {
   return p;
 }
 
+/// Latent attention over keys by slots: each row is a request, with three keys of ten pages of 64.
+AttentionParams by_slots() {
+  AttentionParams p = latent();
+  p.q_rope = p.k_rope = {};
+  p.batch_size = int(p.total_q);
+  p.qo_indptr = p.kv_indptr = nullptr;
+  p.max_qo_len = 1;
+  p.max_kv_len = p.pages.table_width;
+  p.pages.page_size = 1;
+  p.pages.slots_per_page = 64;
+  return p;
+}
+
 AttentionParams single() {
   AttentionParams p = ragged();
   p.batch_size = 1;
@@ -100,7 +113,7 @@ std::vector<Case> sizes() {
   const auto add = [&](Problem problem, const char* fragment, Change change) {
     cases.push_back({problem, std::move(change), fragment});
   };
-  for (const Problem problem : {ragged, paged, block_table, latent, single}) {
+  for (const Problem problem : {ragged, paged, block_table, latent, by_slots, single}) {
     add(problem, nullptr, [](auto&) {});
   }
   for (const std::int32_t value : {0, -4}) {
@@ -178,6 +191,25 @@ std::vector<Case> sizes() {
   add(latent, "k_rope_stride_page=", [](auto& p) { p.pages.k_rope_stride_page += 4; });
   add(latent, "Set v to k", [](auto& p) { p.v.data = memory + 16; });
   add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
+  add(by_slots, "slots_per_page=-1 must not be negative", [](auto& p) { p.pages.slots_per_page = -1; });
+  add(by_slots, "slots_per_page=64 with page_size=64", [](auto& p) { p.pages.page_size = 64; });
+  add(by_slots, "needs a page table with a row per request", [](auto& p) { p.pages.table_stride = 0; });
+  add(by_slots, "but max_qo_len=2: make each row a request", [](auto& p) { p.max_qo_len = 2; });
+  add(by_slots, "but max_qo_len=0: make each row a request", [](auto& p) { p.max_qo_len = 0; });
+  add(by_slots, "but qo_indptr is given", [](auto& p) { p.qo_indptr = indptr; });
+  add(by_slots, "cannot be used with causal: ", [](auto& p) { p.causal = true; });
+  add(by_slots, "cannot be used with window_left=7", [](auto& p) { p.window_left = 7; });
+  add(by_slots, "cannot be used with window_right=0", [](auto& p) { p.window_right = 0; });
+  add(by_slots, "cannot be used with chunk_size=1", [](auto& p) { p.chunk_size = 1; });
+  add(by_slots, "cannot be used with kv_shard.world=2", [](auto& p) {
+    p.kv_shard = {2, 1, 16};
+    p.seqused_k = indptr;
+  });
+  add(by_slots, "cannot be used with a bit mask", [=](auto& p) { mask(p), p.mask.indptr = indptr; });
+  add(by_slots, "cannot be used with ALiBi", [](auto& p) { p.alibi.slopes = floats(4); });
+  add(by_slots, nullptr, [](auto& p) { p.pages.num_pages = kMost / 64; });
+  add(by_slots, "num_pages=33554432 of slots_per_page=64", [](auto& p) { p.pages.num_pages = kMost / 64 + 1; });
+  add(by_slots, nullptr, [](auto& p) { p.pages.slots_per_page = 1, p.pages.num_pages = kMost; });
   add(ragged, "v has a token stride of 520 bytes", [](auto& p) { p.v.stride_token += 4; });
   add(ragged, "v has a head stride of 264 bytes", [](auto& p) { p.v.stride_head += 4; });
   add(ragged, "o has a token stride of 1032 bytes", [](auto& p) { p.o.stride_token += 4; });

@@ -131,9 +131,10 @@ std::string fault_in(const AppendParams& p) {
   if (p.pages.num_pages < 0) {
     return "pages.num_pages is not set: it counts the pages of the caches.";
   }
-  if (p.pages.table_stride != 0 || p.pages.v_offset != 0) {
+  if (p.pages.table_stride != 0 || p.pages.v_offset != 0 || p.pages.slots_per_page != 0) {
     return "pages.table_stride=" + std::to_string(p.pages.table_stride) +
-           " and pages.v_offset=" + std::to_string(p.pages.v_offset) +
+           ", pages.v_offset=" + std::to_string(p.pages.v_offset) +
+           " and pages.slots_per_page=" + std::to_string(p.pages.slots_per_page) +
            " are for attention() only: requests' pages must follow one another here.";
   }
   if (p.num_tokens == 0 || p.pages.num_indices == 0 || p.pages.num_pages == 0) return "";

@@ -32,12 +32,13 @@ inline Status make_maps_of_rows(const LaunchParams& p, int block_n, KernelParams
 // The largest unit of which both strides of a matrix are multiples, and the strides in it. The offset of a row then
 // fits 32 bits: 64 GB or more, as strides are multiples of 16 bytes, and in practice of a row.
 inline Status make_units(const char* name, const PagesOfMatrix& pages, const PageTable& table, PageUnits* units) {
-  const std::int64_t slot_bytes = table.page_size > 1 ? pages.slot_bytes : 0;
+  const std::int64_t slots = table.slots_per_page > 0 ? table.slots_per_page : table.page_size;  // of a page
+  const std::int64_t slot_bytes = slots > 1 ? pages.slot_bytes : 0;
   const std::int64_t unit = std::gcd(std::gcd(pages.page_bytes, slot_bytes), std::int64_t(1) << 30);
   const std::int64_t page = pages.page_bytes / unit;
   const std::int64_t slot = slot_bytes / unit;
   // Below 2^32 - 1, which is kNoRow. As a quotient, because the product may not fit.
-  const std::int64_t most = 0xfffffffe - (table.page_size - 1) * slot;
+  const std::int64_t most = 0xfffffffe - (slots - 1) * slot;
   if (most < 0 || (page > 0 && table.num_pages - 1 > most / page)) {
     return Status::invalid("fa3 counts places of rows in 32 bits: " + std::to_string(table.num_pages) + " pages of " +
                            name + ", " + std::to_string(pages.page_bytes) + " bytes apart, and slots " +
@@ -55,6 +56,7 @@ inline Status make_maps_of_pages(const LaunchParams& p, int block_n, KernelParam
   const int heads = any ? p.num_kv_heads : 1;
   const std::int64_t pages = std::max<std::int64_t>(table.num_pages, 1);
   kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
+  kernel_params->slots = FastDivisor(std::uint32_t(std::max(table.slots_per_page, 1)));
   kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(table.num_pages, 0, kNoPage));
   const int bytes = size_of(p.kv_dtype);
   kernel_params->k_pages = {table.indices, 0, bytes * table.k_stride_page, bytes * p.k.stride_token};

@@ -59,6 +59,7 @@ struct KernelParams {
   PackedRows packed;
   // Pages.
   FastDivisor page_size;
+  FastDivisor slots;  // by PageTable::slots_per_page, where entries of the page table are slots; else by 1
   PagesOfMatrix k_pages;
   PagesOfMatrix v_pages;
   int box_rows;  // keys of a TMA box of a page; 0: not paged, or gathered

@@ -220,9 +220,10 @@ std::string fault_in(const PrepareParams& p) {
     return "qo_indptr and kv_indptr are needed; only a single request without pages may leave them "
            "out, both of them.";
   }
-  if (p.pages.table_stride != 0 || p.pages.v_offset != 0) {
+  if (p.pages.table_stride != 0 || p.pages.v_offset != 0 || p.pages.slots_per_page != 0) {
     return "pages.table_stride=" + std::to_string(p.pages.table_stride) +
-           " and pages.v_offset=" + std::to_string(p.pages.v_offset) +
+           ", pages.v_offset=" + std::to_string(p.pages.v_offset) +
+           " and pages.slots_per_page=" + std::to_string(p.pages.slots_per_page) +
            " are for attention() only: requests' pages must follow one another here.";
   }
   if (paged && p.pages.num_indices > 0 &&

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "common/element_bytes.h"
 #include "common/mask.h"
@@ -42,6 +43,13 @@ inline bool head_dims_fit(const KernelInfo& info, const AttentionParams& params)
 /// Whether the last columns of q or of k have a tensor of their own.
 inline bool has_rope(const AttentionParams& params) {
   return params.q_rope.data != nullptr || params.k_rope.data != nullptr;
+}
+
+/// What KernelEntry::reads_slots stands for, as the caller has set it; empty if nothing is.
+inline std::string needs_slots(const AttentionParams& params) {
+  if (params.pages.slots_per_page > 0) return "slots_per_page=" + std::to_string(params.pages.slots_per_page);
+  if (params.max_logits != nullptr) return "max_logits";
+  return params.lse_without_sink && params.sinks != nullptr && params.lse != nullptr ? "lse_without_sink" : "";
 }
 
 inline bool device_fits(const KernelInfo& info, int compute_capability) {

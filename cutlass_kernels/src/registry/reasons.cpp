@@ -143,6 +143,10 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
                        " kernels of this build: put its columns behind the first 512 of the tensor "
                        "it belongs to, in the same rows.");
   }
+  if (const std::string slots = needs_slots(params); !slots.empty() && !left.front()->reads_slots) {
+    reasons->push_back(slots + " is for latent attention (head dimensions 576 and 512), but not for these " + name +
+                       " kernels: " + (params.pages.slots_per_page > 0 ? "give each request pages." : "leave it out."));
+  }
   if (left.front()->refusal != nullptr) {
     std::string refusal = left.front()->refusal(params);
     if (!refusal.empty()) reasons->push_back(std::move(refusal));

@@ -27,6 +27,8 @@ struct KernelEntry {
   bool uses_mask_extents = false;
   /// Whether it reads AttentionParams::q_rope and k_rope.
   bool reads_rope = false;
+  /// Whether it reads keys by slots (PageTable::slots_per_page), and writes max_logits and an LSE without the sink.
+  bool reads_slots = false;
 };
 
 /// One row of the generated table: the facts of instances.cmake, and the unit's own function.

@@ -79,6 +79,46 @@ std::string impossible_shard(const AttentionParams& params) {
   return "";
 }
 
+/// What is wrong with keys by slots (PageTable::slots_per_page). Their positions in a row of the table mean nothing, so
+/// that no mask may depend on them.
+std::string impossible_slots(const AttentionParams& params) {
+  const PageTable& pages = params.pages;
+  const std::string slots = "slots_per_page=" + number(pages.slots_per_page);
+  if (pages.slots_per_page < 0) return slots + " must not be negative; 0 means that indices are page numbers.";
+  if (pages.slots_per_page == 0) return "";
+  if (pages.page_size != 1) {
+    return slots + " with page_size=" + number(pages.page_size) +
+           ": an entry of indices then names one key. Set page_size to 1.";
+  }
+  if (pages.table_stride == 0) {
+    return slots + " needs a page table with a row per request: set table_stride and table_width.";
+  }
+  if (params.qo_indptr != nullptr || params.max_qo_len != 1) {
+    return slots + " is for requests of one row, but " +
+           (params.qo_indptr != nullptr ? "qo_indptr is given" : "max_qo_len=" + number(params.max_qo_len)) +
+           ": make each row a request, set max_qo_len to 1 and leave qo_indptr null.";
+  }
+  for (const auto& [is_given, mask] :
+       {std::pair(params.causal, std::string("causal")),
+        std::pair(params.window_left >= 0, "window_left=" + number(params.window_left)),
+        std::pair(params.window_right >= 0, "window_right=" + number(params.window_right)),
+        std::pair(params.chunk_size != 0, "chunk_size=" + number(params.chunk_size)),
+        std::pair(params.kv_shard.world > 1, "kv_shard.world=" + number(params.kv_shard.world)),
+        std::pair(params.mask.words != nullptr, std::string("a bit mask")),
+        std::pair(params.alibi.slopes != nullptr, std::string("ALiBi"))}) {
+    if (is_given) {
+      return slots + " cannot be used with " + mask +
+             ": listed keys have no positions. Leave keys that a row must not see out of its indices.";
+    }
+  }
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (pages.num_pages > kMost / pages.slots_per_page) {
+    return "num_pages=" + number(pages.num_pages) + " of " + slots + " are more than the " + number(kMost) +
+           " slots that 32-bit indices can name: split the cache.";
+  }
+  return "";
+}
+
 /// What is wrong with q_rope and k_rope, of which either may be null.
 std::string impossible_rope(const AttentionParams& params, bool with_tensors) {
   using mla::kLatentDim, mla::kRopeDim;
@@ -240,6 +280,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " must be a range of row counts, and need batch_invariant: leave them as they are.";
   }
   if (std::string fault = impossible_shard(params); !fault.empty()) return fault;
+  if (std::string fault = impossible_slots(params); !fault.empty()) return fault;
   if (params.fixed_split_size < 0) {
     return "fixed_split_size=" + number(params.fixed_split_size) + " must not be negative; 0 lets the library choose.";
   }

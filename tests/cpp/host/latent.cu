@@ -1,6 +1,7 @@
 // Latent attention: splits of requests on devices with little shared memory, and tensors that TMA cannot describe.
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "checks.h"
 #include "plan/call.h"
@@ -74,6 +75,40 @@ void check_small_workspaces() {
   }
 }
 
+/// Keys by slots, and what is asked for beside them, are for latent attention alone.
+void check_slots() {
+  using Change = void (*)(ck::AttentionParams&);
+  for (const auto& [change, fragment] :
+       {std::pair<Change, const char*>(
+            [](auto& p) {
+              p.pages.page_size = 1;
+              p.pages.slots_per_page = 64;
+              p.pages.num_pages = 100;
+              p.pages.table_stride = p.pages.table_width = 1000;
+              p.qo_indptr = p.kv_indptr = nullptr;
+            },
+            "slots_per_page=64 is for latent attention"),
+        {[](auto& p) { p.max_logits = static_cast<float*>(at(kWorkspace)); }, "max_logits is for latent attention"},
+        {[](auto& p) {
+           p.sinks = static_cast<float*>(at(kWorkspace));
+           p.lse = static_cast<float*>(at(kWorkspace));
+           p.lse_without_sink = true;
+         },
+         "lse_without_sink is for latent attention"}}) {
+    ck::AttentionParams params = latent(16, 4, 1, 1000),
+                        others = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 16, 1, 4, 1, 1000);
+    others.max_qo_len = 1;
+    change(params);
+    change(others);
+    for (const ck::Backend backend : {ck::Backend::kFa2, ck::Backend::kFa3}) {
+      const auto reasons = ck::not_supported_reasons(backend, others, 90);
+      require(reasons.size() == 1 && reasons[0].find(fragment) == 0, reasons.empty() ? fragment : reasons[0]);
+    }
+    const auto reasons = ck::not_supported_reasons(ck::Backend::kFa2, params, 90);
+    require(reasons.empty(), reasons.empty() ? "" : reasons[0]);
+  }
+}
+
 }  // namespace
 
 void check_latent_attention() {
@@ -85,4 +120,5 @@ void check_latent_attention() {
   check_splits_beside_longer_requests(ck::DType::kFloat16);
   check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);
   check_ropes_that_are_broadcast();
+  check_slots();
 }
