@@ -219,10 +219,24 @@ bool Call::read_output() {
          (q.ndim != 4 || out.shape[0] == q.shape[0]);
 }
 
+bool Call::read_max_logits() {
+  if (!is_given(kMaxLogits)) return true;
+  Tensor tensor;
+  const std::int64_t rows = queries.tokens, heads = queries.heads;
+  if (!torch.read(at(kMaxLogits), &tensor) || tensor.ndim != 2 || tensor.shape[0] != rows || tensor.shape[1] != heads ||
+      (heads > 1 && tensor.strides[1] != 1) || (rows > 1 && tensor.strides[0] != heads) ||
+      !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(device)) {
+    return false;
+  }
+  params.max_logits = pointer<float>(tensor.data);
+  return true;
+}
+
 bool Call::prepare(Results* results) {
   bool heads_first = false;
   double lse_base = at(kLseBase) == nullptr ? 2.0 : 0.0;
   if (!read_flag(at(kReturnLse), &results->with_lse) || !read_flag(at(kLseHeadsFirst), &heads_first) ||
+      !read_flag(at(kFlashMlaLse), &params.flash_mla_lse) || !read_max_logits() ||
       !read_number(at(kLseBase), &lse_base) || (lse_base != 2.0 && lse_base != kE)) {
     return false;
   }

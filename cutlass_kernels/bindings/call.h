@@ -84,6 +84,7 @@ struct Call {
   using Read = bool(const Tensor& tensor, bool hnd, Keys* keys);
   static Read read_ragged, read_dense, read_in_pages;
   bool read_keys_by(Read* read);
+  bool read_max_logits();
   bool read_descale(int row, double* number, DeviceScale* scale) const;
 };
 

@@ -2,6 +2,8 @@
 // read lengths and page tables on the device.
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <utility>
 
 #include "call.h"
 #include "common/element_bytes.h"
@@ -41,8 +43,27 @@ bool read_shard(const Call& call, KvShard* kv_shard) {
   return 0 <= rank && rank < world && block > 0;
 }
 
+bool is_none_given(const Call& call, std::initializer_list<int> rows) {
+  return std::none_of(rows.begin(), rows.end(), [&](int row) { return call.is_given(row); });
+}
+
+/// With kv_indices_per_token, each row of q is a request.
+bool read_rows_as_requests(Call* call) {
+  AttentionParams& params = call->params;
+  const std::int64_t rows = call->queries.tokens;
+  if (!is_none_given(*call, {kCuSeqlensQ, kSequsedQ, kMaxSeqlenQ, kCuSeqlensK, kSequsedK, kMaxSeqlenK, kKvShard}) ||
+      rows < 1 || rows > kMostKeys) {
+    return false;
+  }
+  params.batch_size = int(rows);
+  params.max_qo_len = 1;
+  return call->read_lengths_of(kTopkLength, rows, &params.seqused_k);
+}
+
 /// How many requests there are, and where their rows are.
 bool read_requests(Call* call) {
+  if (call->is_given(kKvIndicesPerToken)) return read_rows_as_requests(call);
+  if (!is_none_given(*call, {kTopkLength, kMaxLogits})) return false;
   std::int64_t batch = 1, most_rows = call->queries.tokens;
   if (call->q.ndim == 4) {
     if (call->is_given(kCuSeqlensQ)) return false;
@@ -97,6 +118,31 @@ bool read_pages(Call* call, std::int64_t max_kv) {
   return true;
 }
 
+/// kv_indices_per_token: slots of a cache in pages, or rows of a tensor, which are pages of one slot.
+bool read_slots(Call* call) {
+  AttentionParams& params = call->params;
+  PageTable& pages = params.pages;
+  Tensor indices;
+  if (!is_none_given(*call, {kPageTable, kKvIndptr, kKvIndices, kKvLastPageLen}) ||
+      !call->torch.read(call->at(kKvIndicesPerToken), &indices) || indices.ndim != 3 || indices.shape[1] != 1 ||
+      !indices.is_on_gpu(call->device) ||
+      !read_tables(part_of(indices, 0), /*separate=*/false, params.batch_size, &pages)) {
+    return false;
+  }
+  for (Keys* const keys : {&call->k, &call->v, &call->k_rope}) {
+    Tensor& tensor = keys->tensor;
+    if (!call->hnd || tensor.ndim != 3) continue;
+    std::swap(tensor.shape[0], tensor.shape[1]);
+    std::swap(tensor.strides[0], tensor.strides[1]);
+  }
+  if (!call->read_pages() || pages.page_size < 1) return false;
+  pages.slots_per_page = pages.page_size;
+  pages.page_size = 1;
+  params.max_kv_len = pages.table_width;
+  params.total_kv = std::min(std::int64_t(pages.table_width) * params.batch_size, kMostKeys);
+  return true;
+}
+
 bool read_keys(Call* call) {
   AttentionParams& params = call->params;
   Tensor& rope = call->k_rope.tensor;
@@ -106,6 +152,7 @@ bool read_keys(Call* call) {
                                    rope.is_on_gpu(call->device)))) {
     return false;
   }
+  if (call->is_given(kKvIndicesPerToken)) return read_slots(call);
   if (call->is_given(kPageTable) || call->is_given(kKvIndptr)) return read_pages(call, max_kv);
   if (call->is_given(kKvIndices) || call->is_given(kKvLastPageLen)) return false;
   if (call->k.tensor.ndim == 3) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -86,3 +87,95 @@ def test_values_of_their_own_are_left_to_python(gpu):
     (q, q_rope), (k, k_rope) = queries("apart"), cache("apart")
     call = arguments(q, k, v=torch.zeros_like(k), q_rope=q_rope, k_rope=k_rope, **paged())
     assert not gpu.accepts(gpu.module.attention, *call, planned=True)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=INTS)
+
+
+def listed(**others: Any) -> dict[str, Any]:
+    """Six rows, each with a list of 128 keys that lies in a wider tensor."""
+    return dict(kv_indices_per_token=ints(6, 1, 200)[..., :128], causal=False) | others
+
+
+@pytest.mark.parametrize("layout", ["pages", "rows", "HND pages", "HND rows"])
+def test_listed_keys_are_slots_of_pages(gpu, layout):
+    (q, q_rope), (k, k_rope) = queries("apart"), cache("apart", BF16, *([] if "pages" in layout else [160]))
+    token = -3
+    lists = listed(topk_length=ints(6), max_logits=torch.zeros(6, 16), return_lse=True, flash_mla_lse=True)
+    if layout.startswith("HND"):
+        k, k_rope, token = k.transpose(-3, -2), k_rope.transpose(-3, -2), -2
+        lists["kv_layout"] = "HND"
+    out, lse = gpu.module.attention(*arguments(q, k, q_rope=q_rope, k_rope=k_rope, **lists))
+    assert out.shape == (6, 16, 512) and lse.shape == (6, 16)
+    launch = gpu.launched()
+    pages, slots = launch["pages"], 16 if "pages" in layout else 1
+    indices = lists["kv_indices_per_token"]
+    assert (pages["page_size"], pages["slots_per_page"], pages["num_pages"]) == (1, slots, 160 // slots)
+    assert (pages["indices"], pages["table_stride"], pages["table_width"]) == (indices.data_ptr(), 200, 128)
+    assert (launch["batch_size"], launch["most"], launch["totals"]) == (6, (1, 128), (6, 6 * 128))
+    assert launch["indptrs"] == (0, 0) and launch["seqused"] == (0, lists["topk_length"].data_ptr())
+    first = k.stride(0 if "pages" in layout else token)
+    assert pages["k_stride_page"] == pages["v_stride_page"] == first
+    assert launch["k"][:2] == launch["v"][:2] == (k.data_ptr(), k.stride(token))
+    assert launch["ropes"][1][:2] == (k_rope.data_ptr(), k_rope.stride(token))
+    assert launch["ropes"][2] == k_rope.stride(0 if "pages" in layout else token)
+    assert launch["max_logits"] == lists["max_logits"].data_ptr() and launch["flash_mla_lse"]
+
+
+def test_rows_of_requests_are_requests_with_listed_keys(gpu):
+    (q, _), (k, _) = queries("whole"), cache("whole")
+    gpu.module.attention(*arguments(q.unflatten(0, (3, 2)), k, **listed()))
+    launch = gpu.launched()
+    assert (launch["batch_size"], launch["most"]) == (6, (1, 128)) and launch["seqused"] == (0, 0)
+    assert gpu.module.attention(*arguments(q.unflatten(0, (6, 1)), k, **listed(topk_length=ints(6)))) is not None
+    gpu.launched()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(kv_indices_per_token=ints(5, 1, 128)),
+        dict(kv_indices_per_token=ints(6, 2, 128)),
+        dict(kv_indices_per_token=ints(6, 128)),
+        dict(kv_indices_per_token=ints(6, 1, 256)[..., ::2]),
+        dict(kv_indices_per_token=ints(1, 1, 128).expand(6, 1, 128)),
+        dict(kv_indices_per_token=ints(6, 1, 128).long()),
+        dict(topk_length=ints(3)),
+        dict(topk_length=ints(6).long()),
+        dict(max_logits=torch.zeros(6, 8)),
+        dict(max_logits=torch.zeros(16, 6).t()),
+        dict(max_logits=torch.zeros(6, 16, dtype=HALF)),
+        dict(page_table=ints(6, 4)),
+        dict(kv_indptr=ints(7)),
+        dict(kv_indices=ints(7)),
+        dict(kv_last_page_len=ints(6)),
+        dict(cu_seqlens_q=ints(7)),
+        dict(cu_seqlens_k=ints(7)),
+        dict(seqused_q=ints(6)),
+        dict(seqused_k=ints(6)),
+        dict(kv_shard=(2, 0, 1)),
+        dict(max_seqlen_q=1),
+        dict(max_seqlen_k=128),
+        dict(causal=True),
+        dict(window=(5, -1)),
+        dict(chunk_size=8),
+        dict(alibi_slopes=torch.zeros(16)),
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_other_lists_are_left_to_python(gpu, change):
+    (q, _), (k, _) = queries("whole"), cache("whole")
+    accepts = functools.partial(gpu.accepts, gpu.module.attention, planned=True)
+    assert accepts(*arguments(q, k, **listed()))
+    assert not accepts(*arguments(q, k, **listed(**change)))
+    assert not accepts(*arguments(q, k[:, :0], **listed()))
+
+
+@pytest.mark.parametrize("name", ["topk_length", "max_logits"])
+def test_what_goes_with_listed_keys_is_left_to_python_without(gpu, name):
+    (q, _), (k, _) = queries("whole"), cache("whole", BF16, 6, 30)
+    dense = dict(topk_length=ints(6), max_logits=torch.zeros(6, 16))
+    q = q.unflatten(0, (6, 1))
+    assert gpu.accepts(gpu.module.attention, *arguments(q, k), planned=True)
+    assert not gpu.accepts(gpu.module.attention, *arguments(q, k, **{name: dense[name]}), planned=True)

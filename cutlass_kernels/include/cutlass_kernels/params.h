@@ -7,7 +7,7 @@
 //   hi = p + 1 if causal; p + window_right + 1 if window_right >= 0; else kv_len; with chunk_size > 0 no more than
 //        (floor(p / chunk_size) + 1) * chunk_size
 //   lo = max(0, p - window_left) if window_left >= 0; floor(p / chunk_size) * chunk_size if chunk_size > 0
-// A row that sees no key gets output 0 and LSE -inf (with a sink that counts in it: LSE = sink * log2 e).
+// A row that sees no key gets output 0 and LSE -inf (with a sink: LSE = sink * log2 e).
 #pragma once
 
 #include <cstddef>
@@ -190,6 +190,8 @@ struct TensorParams {
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;
+  /// Whether the LSE is as FlashMLA has it: without sinks, and +inf for a row that sees no key. For latent attention.
+  bool flash_mla_lse = false;
   /// Optional [total_q, num_qo_heads], contiguous, for latent attention: the largest logit of each row, in natural
   /// units and without its sink; -inf where it sees no key.
   float* max_logits = nullptr;
@@ -209,9 +211,8 @@ struct LogitsParams {
   float sm_scale = 1.0f;
   float logits_soft_cap = 0.0f;  ///< <= 0: off
   Alibi alibi;
-  const float* sinks = nullptr;   ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
-  bool lse_without_sink = false;  ///< whether sinks count in the output alone; for latent attention
-  float v_scale = 1.0f;           ///< multiplies the output
+  const float* sinks = nullptr;  ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
+  float v_scale = 1.0f;          ///< multiplies the output
   /// Permission to skip keys: a block of keys adds nothing to its rows where all its weights, relative to the row's
   /// largest so far, are below skip_softmax_factor / kv_len. Kernels without such a variant compute all. 0: off.
   float skip_softmax_factor = 0.0f;

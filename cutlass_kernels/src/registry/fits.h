@@ -49,7 +49,7 @@ inline bool has_rope(const AttentionParams& params) {
 inline std::string needs_slots(const AttentionParams& params) {
   if (params.pages.slots_per_page > 0) return "slots_per_page=" + std::to_string(params.pages.slots_per_page);
   if (params.max_logits != nullptr) return "max_logits";
-  return params.lse_without_sink && params.sinks != nullptr && params.lse != nullptr ? "lse_without_sink" : "";
+  return params.flash_mla_lse && params.lse != nullptr ? "flash_mla_lse" : "";
 }
 
 inline bool device_fits(const KernelInfo& info, int compute_capability) {

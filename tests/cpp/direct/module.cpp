@@ -57,6 +57,7 @@ template <bool kReadsRope>
 KernelEntry latent() {
   KernelEntry made = entry<Backend::kFa3>();
   made.reads_rope = kReadsRope;
+  made.reads_slots = true;
   made.refusal = [](const AttentionParams& p) {
     return std::string(p.head_dim_qk == 576 && p.v.data == p.k.data ? "" : "Not latent.");
   };
@@ -152,7 +153,8 @@ py::dict facts(const Recorded& call) {
   py::dict of_pages("indices"_a = address(pages.indices), "v_indices"_a = address(pages.v_indices),
                     "last_page_len"_a = address(pages.last_page_len), "page_size"_a = pages.page_size,
                     "num_indices"_a = pages.num_indices, "table_stride"_a = pages.table_stride,
-                    "table_width"_a = pages.table_width, "v_offset"_a = pages.v_offset, "num_pages"_a = pages.num_pages,
+                    "table_width"_a = pages.table_width, "slots_per_page"_a = pages.slots_per_page,
+                    "v_offset"_a = pages.v_offset, "num_pages"_a = pages.num_pages,
                     "k_stride_page"_a = pages.k_stride_page, "v_stride_page"_a = pages.v_stride_page);
   py::dict of_call("backend"_a = to_string(call.backend), "device"_a = call.device, "stream"_a = call.stream,
                    "dtypes"_a = py::make_tuple(to_string(p.q_dtype), to_string(p.kv_dtype), to_string(p.o_dtype)),
@@ -160,10 +162,13 @@ py::dict facts(const Recorded& call) {
                    "head_dims"_a = py::make_tuple(p.head_dim_qk, p.head_dim_vo), "batch_size"_a = p.batch_size,
                    "totals"_a = py::make_tuple(p.total_q, p.total_kv),
                    "most"_a = py::make_tuple(p.max_qo_len, p.max_kv_len),
-                   "indptrs"_a = py::make_tuple(address(p.qo_indptr), address(p.kv_indptr)), "q"_a = tuple_of(p.q),
+                   "indptrs"_a = py::make_tuple(address(p.qo_indptr), address(p.kv_indptr)),
+                   "seqused"_a = py::make_tuple(address(p.seqused_q), address(p.seqused_k)), "q"_a = tuple_of(p.q),
                    "k"_a = tuple_of(p.k), "v"_a = tuple_of(p.v), "o"_a = tuple_of(p.o),
                    "lse"_a = py::make_tuple(address(p.lse), p.lse_stride_token, p.lse_stride_head),
                    "stats"_a = address(p.stats), "sinks"_a = address(p.sinks));
+  of_call["max_logits"] = address(p.max_logits);
+  of_call["flash_mla_lse"] = p.flash_mla_lse;
   of_call["causal"] = p.causal;
   of_call["window_left"] = p.window_left;
   of_call["chunk_size"] = p.chunk_size;
@@ -224,6 +229,7 @@ PYBIND11_MODULE(recorded_calls, m) {
   m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(
       "take_launches", [] { return take(&recorded); }, "What kernels were given since the last call of this function.");
-  m.def("take_writes", [] { return take(&written); }, "The same of kernels that write to caches, or rotate.");
+  m.def(
+      "take_writes", [] { return take(&written); }, "The same of kernels that write to caches, or rotate.");
   m.def("set_compute_capability", [](int value) { stand_in::device.compute_capability = value; });
 }

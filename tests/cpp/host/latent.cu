@@ -90,11 +90,10 @@ void check_slots() {
             "slots_per_page=64 is for latent attention"),
         {[](auto& p) { p.max_logits = static_cast<float*>(at(kWorkspace)); }, "max_logits is for latent attention"},
         {[](auto& p) {
-           p.sinks = static_cast<float*>(at(kWorkspace));
            p.lse = static_cast<float*>(at(kWorkspace));
-           p.lse_without_sink = true;
+           p.flash_mla_lse = true;
          },
-         "lse_without_sink is for latent attention"}}) {
+         "flash_mla_lse is for latent attention"}}) {
     ck::AttentionParams params = latent(16, 4, 1, 1000),
                         others = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 16, 1, 4, 1, 1000);
     others.max_qo_len = 1;
