@@ -132,6 +132,9 @@ struct OnlineSoftmax {
 // Whether a row has seen no key. A NaN in q leaves m at -inf, too: the sum is then NaN.
 CUTE_DEVICE bool has_no_key(float m, float sum) { return !(m > -INFINITY) && sum == 0.0f; }
 
+// LaunchParams::flash_mla_lse in base 2, before sinks.
+CUTE_DEVICE float flash_mla_lse(float m, float sum) { return has_no_key(m, sum) ? INFINITY : m + log2f(sum); }
+
 struct FinishedRow {
   bool is_empty;
   float m;

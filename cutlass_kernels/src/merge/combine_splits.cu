@@ -76,7 +76,7 @@ CUTE_DEVICE void combine_unit(const CombineParams& p, const SplitTile& tile, int
     __syncthreads();
   }
   if (part == 0 && row < tile.rows) {
-    store_row<AnyOutput>(p, combined, tile.batch, tile.q_begin + row, head);
+    store_row<AnyOutput, kPanels == 4>(p, combined, tile.batch, tile.q_begin + row, head);
   }
 }
 

@@ -229,7 +229,6 @@ PYBIND11_MODULE(recorded_calls, m) {
   m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(
       "take_launches", [] { return take(&recorded); }, "What kernels were given since the last call of this function.");
-  m.def(
-      "take_writes", [] { return take(&written); }, "The same of kernels that write to caches, or rotate.");
+  m.def("take_writes", [] { return take(&written); }, "The same of kernels that write to caches, or rotate.");
   m.def("set_compute_capability", [](int value) { stand_in::device.compute_capability = value; });
 }

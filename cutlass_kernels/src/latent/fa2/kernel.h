@@ -80,15 +80,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
   // ---- What this warp computes. ----
   const WarpPart<Tile> mine(warp);
   const WarpScores<Element, Tile> scores{
-      params,
-      kept,
-      shared_memory,
-      lane,
-      mine.row_tile,
-      mine.group,
-      tile.mask.lo<true>(tile.row_end - 1),
-      tile.mask.hi<true>(tile.row_begin),
+      params, kept, shared_memory, lane, mine.row_tile, mine.group,
   };
+  scores.begin_largest();
   float o[Tile::kOutRowTiles][Tile::kTilesD][4];  // O (row tile, d tile, fragment)
   CUTE_UNROLL
   for (int i = 0; i < Tile::kOutRowTiles * Tile::kTilesD * 4; ++i) {
@@ -146,11 +140,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
-    scores.mask(s, last_block - i);
+    scores.mask(s, last_block - i, stage);
+    scores.keep_largest(s);
     float sums[2];
     scores.write_p(s, softmax, sums);
     ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
-    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax)), 0)) {
+    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax, i + 1 == blocks)), 0)) {
       scores.raise(s, softmax);
       scores.write_p(s, softmax, sums);
       __syncthreads();
@@ -215,15 +210,9 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
   const int last_block = tile.block_end - 1;
   const WarpPart<Tile> mine(warp);
   const Scores scores{
-      params,
-      tile,
-      shared_memory,
-      lane,
-      mine.row_tile,
-      mine.group,
-      tile.mask.lo<true>(tile.row_end - 1),
-      tile.mask.hi<true>(tile.row_begin),
+      params, tile, shared_memory, lane, mine.row_tile, mine.group,
   };
+  scores.begin_largest();
   // Q passes through the last two stages, which the O warps fill in turns 0 and 1.
   static_assert(Tile::kQStages <= 2);
   const std::uint32_t shared_q = shared + (Tile::kStages - 2) * Tile::kStageBytes;
@@ -258,8 +247,9 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
     q.scale_back(part);
     add_halves<Tile>(s, part, mine.half, mine.barrier(), sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
     scores.transform(s);
-    scores.mask(s, last_block - i);
-    exceeds = scores.exceeds(s, softmax);
+    scores.mask(s, last_block - i, stage);
+    scores.keep_largest(s);
+    exceeds = scores.exceeds(s, softmax, i + 1 == blocks);
     scores.write_p(s, softmax, sums, i % 2);
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
   }
