@@ -17,7 +17,7 @@ from cutlass_kernels._core.call_table import Call
 FLOATS = (HALF, BF16, E4M3, E5M2, torch.float32)
 FAR = 1 << 30  # elements that a stride spans at most, and rows
 LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"]
-FORMS = ["ragged", "dense", "table", "indices", "latent"]
+FORMS = ["ragged", "dense", "table", "indices", "latent", "latent lists"]
 
 
 class Parameter(torch.nn.Parameter):
@@ -152,11 +152,15 @@ def attention(gpu: Gpu, form: str, **changes: Any) -> Direct:
         return torch.zeros(n, dtype=INTS)
 
     q, page = rows_of(8, 4, 64, every=2, wide=64), (10, 16)
-    if form == "latent":
+    if form.startswith("latent"):
         rows, k = torch.zeros(6, 16, 576).to(BF16), torch.zeros(*page, 1, 576).to(BF16)
         q, k, q_rope, k_rope = (x[..., y].contiguous() for y in (slice(512), slice(512, None)) for x in (rows, k))
-        given = dict(q=q, k=k, v=k[..., :512], q_rope=q_rope, k_rope=k_rope, cu_seqlens_q=ints(3), seqused_k=ints(2))
-        given |= dict(page_table=torch.zeros(2, 4, dtype=INTS))
+        given = dict(q=q, k=k, v=k[..., :512], q_rope=q_rope, k_rope=k_rope)
+        lists = dict(
+            kv_indices_per_token=ints(6 * 40).view(6, 1, 40), topk_length=ints(6), max_logits=torch.zeros(6, 16)
+        )
+        pages = dict(cu_seqlens_q=ints(3), seqused_k=ints(2), page_table=torch.zeros(2, 4, dtype=INTS))
+        given |= lists if form == "latent lists" else pages
         return Direct(gpu, gpu.module.attention, Call(**given | changes)._asdict())
     lead = {"ragged": (30,), "dense": (2, 15)}.get(form, page)
     k, v = rows_of(*lead, 2, 64, every=3), rows_of(*lead, 2, 64, every=2)

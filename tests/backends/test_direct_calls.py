@@ -177,9 +177,11 @@ ACCEPTED = {  # of tensors that are more than one: other tokens or pages, distan
     "kv_indices": {"longer 0", "shorter 0", "none 0"},
     "block_tables": {"unaligned 0", "shorter 1", "none 1"},
     "page_table": {"unaligned 0", "shorter 1", "none 1"},
+    "kv_indices_per_token": {"unaligned 0", "shorter 2", "none 2"}
+    | {f"{fault} 1" for fault in ("in one place", "reverse", "unaligned", "far")},
     "lse": {f"{fault} {d}" for fault in ("unaligned", "far") for d in (0, 1)},
 }
-OPTIONAL = {"out", "lse", "sinks", "seqused_q"}
+OPTIONAL = {"out", "lse", "sinks", "seqused_q", "topk_length", "max_logits"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -314,6 +316,7 @@ WRONG: dict[str, list[Any]] = dict(
     num_splits=[-1, 1.5],
     lse_base=[10, None, "2"],
     lse_heads_first=[None, 1],
+    flash_mla_lse=[None, 1],
     batch_invariant=[None, 1],
     q_descale=["1", ONE.half(), torch.ones(3), torch.ones(3, 2), torch.ones(2, 4, 1)],
     o_dtype=["half", torch.int32],
