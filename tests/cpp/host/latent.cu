@@ -1,9 +1,11 @@
-// Latent attention: splits of requests on devices with little shared memory, and tensors that TMA cannot describe.
+// Latent attention: splits of requests on devices with little shared memory, tensors that TMA cannot describe, and keys
+// by slots.
 #include <algorithm>
 #include <string>
 #include <utility>
 
 #include "checks.h"
+#include "fa3/make_tensor_maps.h"
 #include "plan/call.h"
 #include "plan_checks.h"
 
@@ -75,19 +77,70 @@ void check_small_workspaces() {
   }
 }
 
+void list_slots(ck::AttentionParams& p) {
+  p.pages.page_size = 1;
+  p.pages.slots_per_page = 64;
+  p.pages.num_pages = 100;
+  p.pages.k_stride_page = p.pages.v_stride_page = 64 * 576 + 64;  // padded
+  p.pages.indices = p.kv_indptr;
+  p.pages.table_stride = p.pages.table_width = 1000;
+  p.qo_indptr = p.kv_indptr = nullptr;
+}
+
+/// What kernels divide entries of a page table by: 1 where they are pages.
+void check_divisors_of_slots() {
+  for (const ck::DType kv_dtype : {ck::DType::kFloat16, ck::DType::kFloat8E4M3}) {
+    for (const bool by_slots : {false, true}) {
+      ck::AttentionParams params = latent(16, 4, 1, 1000, kv_dtype);
+      list_slots(params);
+      if (!by_slots) params.pages.slots_per_page = 0;
+      stand_in::launches.clear();
+      const ck::Status status = ck::attention(params, at(kWorkspace), 1 << 30, nullptr, ck::Backend::kFa2);
+      require(status.ok(), status.message);
+      const auto launch = std::find_if(stand_in::launches.begin(), stand_in::launches.end(),
+                                       [](const auto& one) { return one.is("attention_kernel"); });
+      require(launch != stand_in::launches.end(), "an attention kernel is launched");
+      const auto kernel_params = launch->argument<ck::fa2::KernelParams>();
+      require(kernel_params.slots.divisor == (by_slots ? 64 : 1) && kernel_params.page_size.divisor == 1 &&
+                  kernel_params.num_pages == 100,
+              "entries are pages, or slots");
+    }
+  }
+}
+
+/// fa3 finds a slot of a cache beyond 2^32 bytes, with padded pages, by numbers of 32 bits.
+void check_units_of_slots() {
+  const std::int64_t slot_bytes = 576 * 2;
+  for (const std::int64_t padding : {0, 16, 4096}) {
+    for (const int slots : {1, 3, 64}) {
+      const std::int64_t page_bytes = slots * slot_bytes + padding;
+      ck::PageTable table;
+      table.page_size = 1;
+      table.slots_per_page = slots;
+      table.num_pages = (std::int64_t(40) << 30) / page_bytes;
+      ck::fa3::PageUnits units{};
+      const ck::Status made = ck::fa3::make_units("k", {nullptr, 0, page_bytes, slot_bytes}, table, &units);
+      require(made.ok(), made.message);
+      const std::uint32_t last =
+          std::uint32_t(table.num_pages - 1) * units.page + std::uint32_t(slots - 1) * units.slot;
+      require(std::int64_t(last) * units.bytes == (table.num_pages - 1) * page_bytes + (slots - 1) * slot_bytes,
+              "the last slot lies where its page and its place in it say");
+    }
+  }
+  ck::PageTable table;
+  table.page_size = 1;
+  table.slots_per_page = 64;
+  table.num_pages = 1 << 24;
+  ck::fa3::PageUnits units{};
+  require_refusal(ck::fa3::make_units("k", {nullptr, 0, 64 * slot_bytes + 16, slot_bytes}, table, &units),
+                  "fa3 counts places of rows in 32 bits: 16777216 pages of k");
+}
+
 /// Keys by slots, and what is asked for beside them, are for latent attention alone.
 void check_slots() {
   using Change = void (*)(ck::AttentionParams&);
   for (const auto& [change, fragment] :
-       {std::pair<Change, const char*>(
-            [](auto& p) {
-              p.pages.page_size = 1;
-              p.pages.slots_per_page = 64;
-              p.pages.num_pages = 100;
-              p.pages.table_stride = p.pages.table_width = 1000;
-              p.qo_indptr = p.kv_indptr = nullptr;
-            },
-            "slots_per_page=64 is for latent attention"),
+       {std::pair<Change, const char*>([](auto& p) { list_slots(p); }, "slots_per_page=64 is for latent attention"),
         {[](auto& p) { p.max_logits = static_cast<float*>(at(kWorkspace)); }, "max_logits is for latent attention"},
         {[](auto& p) {
            p.lse = static_cast<float*>(at(kWorkspace));
@@ -112,6 +165,7 @@ void check_slots() {
 
 void check_latent_attention() {
   check_small_workspaces();
+  check_units_of_slots();
   const auto& kernels = ck::list_kernels();
   const bool built =
       std::any_of(kernels.begin(), kernels.end(), [](const auto& kernel) { return kernel.head_dim_qk == 576; });
@@ -120,4 +174,5 @@ void check_latent_attention() {
   check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);
   check_ropes_that_are_broadcast();
   check_slots();
+  check_divisors_of_slots();
 }
