@@ -76,7 +76,8 @@ struct Consumer {
       const int panel = n < kHalfPanels    ? n + kHalf * kHalfPanels
                         : n == kHalfPanels ? kRopePanel
                                            : n - 1 - kHalf * kHalfPanels;
-      full[panel].wait(phase);
+      // Of keys by slots, the first panel of a group stands for all.
+      if (!Tile::kBySlots || n == 0 || n == kHalfPanels || n == kHalfPanels + 1) full[panel].wait(phase);
       fa3::wgmma_fence();
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -115,6 +116,19 @@ struct Consumer {
         mask_unless_below(s[4 * i + 2 * r], from_lo + i * 8, extent);
         mask_unless_below(s[4 * i + 2 * r + 1], from_lo + i * 8 + 1, extent);
       }
+    }
+  }
+
+  // Hides keys that are no slots. All rows see the others.
+  CUTE_DEVICE void hide_missing(float (&s)[kN / 2], int block) const {
+    const std::uint32_t(&words)[2] = shared.listed[stage_of<Tile>(block)];
+    const std::uint32_t listed[2] = {words[0], words[1]};
+    if ((listed[0] & listed[1]) == 0xffffffffu) return;
+    __syncwarp();  // keeps this a branch
+    CUTE_UNROLL
+    for (int i = 0; i < kN / 2; ++i) {
+      const int column = i / 4 * 8 + i % 2;  // and lane % 4 * 2
+      mask_unless_bit(s[i], listed[column / 32] >> lane % 4 * 2, column % 32);
     }
   }
 
@@ -157,11 +171,14 @@ struct Consumer {
   // S of an own block becomes P, here and in the panel of the positions. The m that it begins with is that of the block
   // before.
   CUTE_DEVICE void take_exponentials(float (&s)[kN / 2], std::uint32_t (&p)[kN / 4], Softmax& softmax,
-                                     float (&factor)[2], int block) {
+                                     float (&factor)[2], float (&largest)[2], int block) {
     float row_max[2] = {s[0], s[2]};
     CUTE_UNROLL
     for (int i = 0; i < kN / 2; ++i) row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[i]);
     Softmax::reduce_max(row_max);
+    if constexpr (Tile::kBySlots) {
+      for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], row_max[r]);
+    }
     softmax.raise(row_max, [&](int r, float by) { factor[r] = by; });
     publish_state(softmax, factor);
     CUTE_UNROLL
@@ -192,7 +209,7 @@ struct Consumer {
   CUTE_DEVICE void read_other(std::uint32_t (&p)[kN / 4], int block) const {
     CUTE_UNROLL
     for (int step = 0; step < kN / 16; ++step) {
-      ldmatrix_x4(reinterpret_cast<std::uint32_t (&)[4]>(p[4 * step]), p_address(block, step));
+      ldmatrix_x4(reinterpret_cast<std::uint32_t(&)[4]>(p[4 * step]), p_address(block, step));
     }
   }
 
@@ -229,6 +246,7 @@ struct Consumer {
     std::uint32_t own[kN / 4];  // P (2, BLK_N / 4), packed
     std::uint32_t other[kN / 4];
     float factor[2];
+    float largest[2] = {-INFINITY, -INFINITY};  // s of own blocks
     Softmax softmax(params.transform.scale);
     bool accumulate = false;
     const int own_count = (kv_blocks + 1 - kHalf) / 2;
@@ -236,6 +254,7 @@ struct Consumer {
 
     shared.q_full.wait(q_phase);
     q_phase ^= 1;
+    if (Tile::kBySlots && own_count == 0) release_q();
     CUTE_NO_UNROLL
     for (int i = 0; i < own_count; ++i) {
       const int own_block = first_block + 2 * i + kHalf;
@@ -253,6 +272,7 @@ struct Consumer {
       if (kHalf == 0 && has_other) named_barrier_arrive(kBarrierTurn, 256);
       fa3::wgmma_wait<0>();
       fa3::pin(s);
+      if (Tile::kBySlots && i + 1 == own_count) release_q();
       named_barrier_wait(kBarrierScores + kHalf, 128);
       if constexpr (kHalf == 1) {
         wait_for_state(softmax, factor);
@@ -265,18 +285,20 @@ struct Consumer {
       const int first_key = key_begin + (kv_blocks - 1 - 2 * i - kHalf) * kN;
       // Before the mask: a cap would make -inf finite, a negative scale infinite.
       if (params.transform.changes_logits()) params.transform.apply<true>(s, kN / 2);
-      if (first_key < unmasked_begin || first_key + kN > unmasked_end) {
+      if constexpr (Tile::kBySlots) {
+        hide_missing(s, own_block);
+      } else if (first_key < unmasked_begin || first_key + kN > unmasked_end) {
         __syncwarp();  // keeps this a branch
         mask_scores(s, job, first_key);
       }
-      take_exponentials(s, own, softmax, factor, own_block);
+      take_exponentials(s, own, softmax, factor, largest, own_block);
       if constexpr (kHalf == 0) {
         if (accumulate && changes(factor)) rescale(o, factor);
         issue_output(o, own, own_block, accumulate);
         fa3::wgmma_wait<0>();
         fa3::pin(o);
         fa3::pin(own);
-        release_values(own_block);
+        if (!Tile::kBySlots || has_other) release_values(own_block);
         if (has_other) {
           wait_for_other();
           read_other(other, other_block);
@@ -295,17 +317,18 @@ struct Consumer {
         fa3::wgmma_wait<0>();
         fa3::pin(o);
         fa3::pin(own);
-        release_values(own_block);
+        if (!Tile::kBySlots || 2 * i + 2 < kv_blocks) release_values(own_block);
       }
       accumulate = true;
     }
-    // Drain: warpgroup 0 waits for its last P V; warpgroup 1 takes the last block of an odd count.
+    // Drain: warpgroup 0 waits for its last P V; warpgroup 1 takes the last block of an odd count. Of keys by slots,
+    // store_tile() gives the memory of the last block back.
     const int last_other = first_block + kv_blocks - 1;
     if constexpr (kHalf == 0) {
       fa3::wgmma_wait<0>();
       fa3::pin(o);
       fa3::pin(other);
-      if (own_count == other_count) release_values(last_other);
+      if (!Tile::kBySlots && own_count == other_count) release_values(last_other);
     } else if (own_count < other_count) {
       wait_for_state(softmax, factor);
       if (accumulate && changes(factor)) rescale(o, factor);
@@ -316,7 +339,7 @@ struct Consumer {
       fa3::wgmma_wait<0>();
       fa3::pin(o);
       fa3::pin(other);
-      release_values(last_other);
+      if (!Tile::kBySlots) release_values(last_other);
     }
     first_block += kv_blocks;
 
@@ -326,6 +349,7 @@ struct Consumer {
       float m, sum;
       softmax.finish(r, m, sum);
       if (lane % 4 == 0) shared.sums[tile_parity][kHalf][row_of(r)] = sum;
+      if (Tile::kBySlots && lane % 4 == 0) shared.largest[tile_parity][kHalf][row_of(r)] = largest[r];
     }
     named_barrier_wait(kBarrierTileEnd, 256);
     float sum[2];
@@ -333,8 +357,34 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       sum[r] = shared.sums[tile_parity][0][row_of(r)] + shared.sums[tile_parity][1][row_of(r)];
     }
-    store_tile<Element, kHalf>(params, job, softmax, sum, o, shared.q);
-    release_q();
+    if constexpr (Tile::kBySlots) {
+      if (params.attention.max_logits != nullptr) raise_to_largest(softmax, sum, o);
+      // Through the memory of the last block's values, so that Q of the next tile arrives while this one ends.
+      store_tile<Element, Tile, kHalf>(params, job, softmax, sum, o, shared.k[stage_of<Tile>(last_other)], [&] {
+        __syncwarp();
+        release_values(last_other);
+      });
+    } else {
+      store_tile<Element, Tile, kHalf>(params, job, softmax, sum, o, shared.q, [] {
+        fa3::fence_proxy_async();  // TMA writes the next Q there
+      });
+      release_q();
+    }
+  }
+
+  // Makes m the largest logit of each row, which it may be below.
+  CUTE_DEVICE void raise_to_largest(Softmax& softmax, float (&sum)[2], float (&o)[kLatentDim / 4]) const {
+    float row_max[2], factor[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const auto of = [&](int half) { return shared.largest[tile_parity][half][row_of(r)]; };
+      row_max[r] = fmaxf(of(0), of(1));
+    }
+    const auto keep_factor = [&](int r, float by) { factor[r] = by; };
+    softmax.raise(row_max, keep_factor, 0.0f);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) sum[r] *= factor[r];
+    rescale(o, factor);
   }
 };
 

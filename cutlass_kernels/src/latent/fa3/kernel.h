@@ -26,6 +26,7 @@
 #include "fa3/find_tiles.h"
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
+#include "latent/fa3/gather_slots.h"
 #include "latent/fa3/load.h"
 #include "latent/fa3/shared_memory.h"
 
@@ -42,7 +43,10 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.q_empty.init(8);
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
-      shared.k_full[stage][panel].init(source == KeySource::kGathered ? 32 : 1);
+      const bool also_listed = Tile::kBySlots && panel == kRopePanel;
+      shared.k_full[stage][panel].init(Tile::kBySlots                   ? 2 * (32 + also_listed)
+                                       : source == KeySource::kGathered ? 32
+                                                                        : 1);
     }
     for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4);
   }
@@ -63,6 +67,8 @@ CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, 
     if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
   } else if (warp == 1) {
     if (lane == 0) load_q<Tile>(params, shared);
+  } else if constexpr (Tile::kBySlots) {
+    gather_slots<Tile>(params, shared, warp - 2);
   } else if (source == KeySource::kBoxes) {
     load_keys<Tile, true>(params, shared, warp - 2);
   } else if (source == KeySource::kRows) {

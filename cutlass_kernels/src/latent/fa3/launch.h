@@ -74,7 +74,8 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  return launch_tile<Element, Tile>(params, stream);
+  return params.pages.slots_per_page > 0 ? launch_tile<Element, SlotsTile>(params, stream)
+                                         : launch_tile<Element, Tile>(params, stream);
 }
 
 }  // namespace cutlass_kernels::mla

@@ -24,11 +24,19 @@ struct Tile {
   static constexpr int kThreads = 3 * 128;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
+  static constexpr bool kBySlots = false;
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
   static constexpr bool kShares = true;
   static_assert(kBlockN == EvenShares::kBlockKeys);
   static_assert(kHeadDimVo <= kMostCombinedColumns);
+};
+
+// Of requests that name their keys by slots (PageTable::slots_per_page).
+struct SlotsTile : Tile {
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static constexpr bool kBySlots = true;
 };
 
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
@@ -60,6 +68,9 @@ struct Shared {
   char k[Tile::kStages][kPanels * kPanelBytes];  // (BLK_N, 64, panels)
   RowState states[2][64];                        // (warpgroup, row)
   float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
+  // Of keys by slots.
+  std::uint32_t listed[Tile::kStages][2];  // a bit per key: whether there is such a slot
+  float largest[2][2][64];                 // (parity of the tile, warpgroup, row): the largest s
 
   Job jobs[kJobBuffers];
 
@@ -71,7 +82,9 @@ struct Shared {
   // q_full      Q warp, with the bytes of TMA                    both warpgroups
   // q_empty     all 8 consumer warps                             Q warp
   // k_full      K warp of the block, with the bytes of TMA, or   the warpgroup that computes S of the block
-  //             every lane that has gathered rows
+  //             every lane that has gathered rows; of keys by
+  //             slots at the first panel of a group, and at that
+  //             of the positions once more, `listed` being written
   // k_empty     the 4 warps of the warpgroup whose half of V the K warp
   //             panels are; of the rope panel, those that read P
   // m_full      a warp of warpgroup 0, its rows' states          the warp of warpgroup 1 with the same rows
