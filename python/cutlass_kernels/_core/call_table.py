@@ -125,6 +125,7 @@ class Call(NamedTuple):
     return_lse: Annotated[bool, "whether to return the LSE too."] = False
     lse_base: Annotated[float, "2, or ``math.e`` for the natural logarithm."] = 2
     lse_heads_first: Annotated[bool, "whether the LSE is ``[Hq, rows]``."] = False
+    flash_mla_lse: Annotated[bool, "whether the LSE excludes the sinks, and is +inf where a row sees no key."] = False
     num_splits: Annotated[
         int,
         "KV splits of short queries. 0 chooses from shapes and device facts, 1 splits none, n asks for n on average.",
@@ -148,7 +149,7 @@ class Call(NamedTuple):
 
 _ROWS = {name: get_args(row) for name, row in get_type_hints(Call, include_extras=True).items()}
 TYPES: dict[str, Any] = {name: row[0] for name, row in _ROWS.items()}
-INTERNAL = ("lse_heads_first",)  # not of attention()
+INTERNAL = ("lse_heads_first", "flash_mla_lse")  # not of attention()
 
 
 def window(value: Any, name: str = "window") -> tuple[int, int]:
