@@ -183,7 +183,7 @@ class _State:
             with_sink = torch.maximum(maximum, self.sinks)
             shift = with_sink.masked_fill(with_sink == -math.inf, 0.0)
             decay = torch.exp(maximum - shift)
-            total = total * decay + torch.exp(self.sinks - shift)
+            total = total * decay + torch.exp(self.sinks - shift).nan_to_num(1.0)  # a sink of inf takes all: inf - inf
             acc = acc * decay.unsqueeze(-1).to(self.dtype)
             maximum = with_sink
         result = torch.where(seen.unsqueeze(-1), acc / total.unsqueeze(-1).to(self.dtype), 0.0)
