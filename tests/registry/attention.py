@@ -61,13 +61,13 @@ def _attention(x: Data) -> list[Call]:
         Call(scaled, (*dense, x.sinks.abs(), *[x.one] * 3), label="scales"),
         Call(masked, (*x.qkv, *offsets, bits, x.here(0, bits.numel()))),
         Call(rotated, latent),
-        Call(selected, of_lists, ("out", "max_logits"), apart=True),
         Call(
             lambda *t, **p: ck.attention(*t, schedule=ck.Schedule(), batch_invariant=True, **p),
             dense,
             out,
             label="schedule",
         ),
+        Call(selected, of_lists, ("out", "max_logits"), apart=True),
     ]
 
 

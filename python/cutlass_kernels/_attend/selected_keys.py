@@ -85,7 +85,7 @@ def _lengths(x: Any, rows: int, batch: int, width: int, device: torch.device) ->
         return None
     checks.tensors(topk_length=x)
     if x.dim() != 1 or x.numel() not in (rows, batch) or x.dtype != torch.int32:
-        requests = f" or [{batch}], one per request" if batch != rows else ""
+        requests = f", or [{batch}], one per request" if batch != rows else ""
         raise ValueError(
             f"topk_length has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor [{rows}], one per "
             f"query row{requests}."
