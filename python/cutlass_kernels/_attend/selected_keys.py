@@ -62,6 +62,8 @@ def checked(call: Call, batch: int, num_kv_heads: int) -> Call:
         kv_indices_per_token=indices,
         topk_length=_lengths(call.topk_length, rows, batch, indices.size(2), q.device),
         max_logits=max_logits,
+        max_seqlen_q=None,  # each row is a request of one row and K keys at most
+        max_seqlen_k=None,
         q_descale=_of_rows(call.q_descale, per_row),
         k_descale=_of_rows(call.k_descale, per_row),
         v_descale=_of_rows(call.v_descale, per_row),

@@ -173,7 +173,7 @@ def flash_mla_with_kvcache(
     if indices is None:
         result, lse = attend(_pack_dense(q, k_cache, values, block_table, cache_seqlens, *options))
     else:
-        lists = indices.flatten(0, 1).unsqueeze(1)
+        lists = indices if q.size(1) == 1 else indices.flatten(0, 1).unsqueeze(1)
         result, lse = attend(_pack_selected(q, k_cache, values, lists, topk_length, attn_sink, *options), _NAMES)
     return result, lse.transpose(1, 2)
 
