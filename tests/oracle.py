@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,11 +28,13 @@ class MultiItem:
 
 @dataclass(frozen=True)
 class State:
-    """``out [n, Hq, Dvo]``, base-2 ``lse [n, Hq]`` and the fused-prefill statistics ``stats [n, Hq, 2]``."""
+    """``out [n, Hq, Dvo]``, base-2 ``lse [n, Hq]``, the fused-prefill statistics ``stats [n, Hq, 2]``, and the largest
+    logit of each row, ``largest [n, Hq]``."""
 
     out: torch.Tensor
     lse: torch.Tensor
     stats: torch.Tensor
+    largest: torch.Tensor
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -149,7 +152,7 @@ def attention(
     if not bool(live.any()):
         out = torch.zeros(n, num_heads, dim_vo, dtype=torch.float64, device=device)
         stats = torch.tensor([-FLT_MAX, 0.0], dtype=torch.float64, device=device).expand(n, num_heads, 2)
-        return State(out, lse.T.contiguous(), stats.contiguous())
+        return State(out, lse.T.contiguous(), stats.contiguous(), torch.full_like(lse.T, -math.inf))
     # A key that no row sees may hold anything, NaN included, and 0 * NaN is NaN: it must not take part at all.
     used = mask.any(dim=0)[:, None, None]
     qs = q.transpose(0, 1)  # [Hq, n, Dqk]
@@ -184,7 +187,44 @@ def attention(
     lse = torch.where(live, (top + counted.log()).double() * LOG2E, lse)
     unit = math.sqrt(dim) if cap else math.sqrt(dim) * scale[..., 0]
     stats = torch.stack([torch.where(live, top.double() / unit, -FLT_MAX), torch.where(live, den.double(), 0.0)], -1)
-    return State(*(x.transpose(0, 1).contiguous() for x in (out, lse, stats)))
+    largest = torch.where(live, top.double(), -math.inf)
+    return State(*(x.transpose(0, 1).contiguous() for x in (out, lse, stats, largest)))
+
+
+def selected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: list[int] | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
+    head_scale: torch.Tensor | None = None,
+    out_scale: torch.Tensor | float = 1.0,
+    **options: Any,
+) -> State:
+    """Rows ``q [n, Hq, Dqk]`` over keys of their own, of ``k [slots, Hkv, Dqk]`` and ``v [slots, Hkv, Dvo]``.
+
+    Row i and key head h see the slots that the first ``lengths[i]`` of ``indices [n, Hkv, K]`` name, each as often as
+    it stands there. Other numbers name none. Factors are ``[n, Hq]``, ``options`` those of ``attention``.
+    """
+    group = q.shape[1] // k.shape[1]
+    rows = []
+    for i in range(q.shape[0]):
+        heads = []
+        for h in range(k.shape[1]):
+            listed = indices[i, h].tolist()[: None if lengths is None else lengths[i]]
+            seen = [slot for slot in listed if 0 <= slot < k.shape[0]]
+            mine = slice(h * group, (h + 1) * group)
+            given = dict(
+                sinks=None if sinks is None else sinks[mine],
+                head_scale=None if head_scale is None else head_scale[i, mine],
+                out_scale=out_scale[i, mine] if isinstance(out_scale, torch.Tensor) else out_scale,
+                **options,
+            )
+            heads.append(attention(q[i : i + 1, mine], k[seen, h, None], v[seen, h, None], **given))
+        rows.append([torch.cat([getattr(x, name) for x in heads], 1) for name in ("out", "lse", "stats", "largest")])
+    return State(*(torch.cat([row[at] for row in rows]) for at in range(4)))
 
 
 def merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ MODULES = [
     "cascade",
     "decode",
     "flash_attn",
+    "flash_mla",
     "fmha_v2",
     "mla",
     "page",

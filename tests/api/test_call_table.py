@@ -84,6 +84,15 @@ def test_an_operator_gets_the_call_back(q_descale):
     assert all(a is b or a == b for a, b in zip(Call(**arguments.found(given)), call))
 
 
+@pytest.mark.parametrize("form", ["attention", "attention_into", "attention_forward_only"])
+def test_operators_say_what_they_write_to(form):
+    """``_forward_only`` writes to copies, which it returns."""
+    schema = getattr(torch.ops.cutlass_kernels, form).default._schema
+    written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    assert written == (["out", "lse", "max_logits"] if form == "attention_into" else [])
+    assert len(schema.returns) == (3 if form == "attention_forward_only" else 2)
+
+
 def test_the_compiled_module_reads_the_rows_in_their_order():
     """The build makes an enumeration of the rows as this expression finds them (cmake/build_extension.cmake)."""
     text = (ROOT / "python" / "cutlass_kernels" / "_core" / "call_table.py").read_text()

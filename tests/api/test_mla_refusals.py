@@ -291,11 +291,12 @@ TRTLLM: list[Row] = [
 ]
 IS_INT32 = r"{name} has shape .*: it must be an int32 tensor \[2"
 FLASH: list[Row] = [
-    *rows(NotImplementedError, "indices=.* sparse attention", indices=torch.zeros(2, 1, 64, dtype=INT32)),
-    *rows(NotImplementedError, "{name}", extra_k_cache=torch.zeros(1), topk_length=torch.zeros(1)),
+    *rows(NotImplementedError, "{name}=.* second cache", extra_k_cache=torch.zeros(1), extra_topk_length=ints(1, 1)),
+    *rows(NotImplementedError, "{name}=.* second cache", extra_indices_in_kvcache=torch.zeros(2, 1, 64, dtype=INT32)),
     *rows(NotImplementedError, r"attention\(sinks=\)", attn_sink=torch.zeros(4)),
+    *rows(ValueError, "{name} is given without indices", topk_length=ints(1, 1)),
     *rows(ValueError, SHAPE, q=zeros(2, 4, 576), k_cache=zeros(9, 64, 576)),
-    *rows(ValueError, "656 bytes", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
+    *rows(ValueError, "656 bytes per token is not served", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
     *rows(ValueError, "head_dim", k_cache=zeros(9, 64, 1, 512)),
     *rows(ValueError, NAMED, is_fp8_kvcache=True, head_dim_v=0),
     *rows(ValueError, NAMED, head_dim_v=640),

@@ -26,7 +26,7 @@ from cutlass_kernels import flash_attn
 # Public names without an entry, and why.
 NO_CALLS = {
     "Schedule": "is an argument of attention()",
-    "mla.FlashMLASchedMeta": "holds data",
+    "flash_mla.FlashMLASchedMeta": "holds data",
     "mla.MLAPlanMetadata": "holds data",
     "utils.FP4Tensor": "is always refused: test_engine_names.py",
     "nvfp4_quantize_append_paged_kv_cache": "is always refused: test_engine_names.py",

@@ -40,10 +40,18 @@ def _attention(x: Data) -> list[Call]:
     def rotated(q, q_rope, k, k_rope):
         return ck.attention(q, k, k, q_rope=q_rope, k_rope=k_rope, causal=True)
 
+    def selected(q, cache, indices, lengths, sinks, out=None, max_logits=None):
+        rows = q.flatten(0, -3).shape[:2]
+        max_logits = q.new_empty(rows, dtype=torch.float32) if max_logits is None else max_logits
+        given = dict(kv_indices_per_token=indices, topk_length=lengths, max_logits=max_logits, sinks=sinks)
+        return ck.attention(q, cache, cache[..., :512], out=out, **given), max_logits
+
     offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
     bits = (x.rand(-(-x.n * x.m // 128) * 16) * 256).to(torch.uint8)
     latent = (x.randn(1, x.n, x.heads[0], 512).half(), x.randn(1, x.n, x.heads[0], 64).half())
     latent += (x.randn(1, x.m, 1, 512).half(), x.randn(1, x.m, 1, 64).half())
+    of_lists = (x.randn(1, x.n, x.heads[0], 576).half(), x.randn(4, x.page, 1, 576).half())
+    of_lists += (x.slots_here(x.n, 64 * x.size).unsqueeze(1), x.sizes_here(10, 7, 64, 3, 0), x.sinks)
     return [
         Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
         Call(lambda *t: ck.attention(*t[:3], sinks=[t[3]], o_dtype="float16"), (*dense, x.sinks)),
@@ -59,6 +67,7 @@ def _attention(x: Data) -> list[Call]:
             out,
             label="schedule",
         ),
+        Call(selected, of_lists, ("out", "max_logits"), apart=True),
     ]
 
 

@@ -56,5 +56,10 @@ class Data:
     def here(self, *numbers: int) -> torch.Tensor:
         return ints(*numbers).to(self.device)
 
+    def slots_here(self, rows: int, width: int) -> torch.Tensor:
+        """Slots of the cache, and some numbers that are none, for each of so many rows."""
+        slots = torch.randint(-2, 4 * self.page + 2, (rows, width), generator=self.generator)
+        return slots.to(torch.int32).to(self.device)
+
     def wrapper(self, name: str, *sizes: Any) -> Any:
         return getattr(ck, name)(*sizes, self.target.workspace())

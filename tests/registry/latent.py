@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import cutlass_kernels as ck
-from cutlass_kernels import mla
+from cutlass_kernels import flash_mla, mla
 
 from .data import Data
 from .entry import Call, Planned, no_attention, public
@@ -54,20 +54,39 @@ def _trtllm(x: Data) -> list[Call]:
     ]
 
 
-@public("mla.flash_mla_with_kvcache")
+@public("flash_mla.flash_mla_with_kvcache")
 def _flash_mla(x: Data) -> list[Call]:
     pages = (x.randn(4, x.page, 1, 576).half(), x.here(1, 2)[None], x.sizes_here(20))
     tensors = (x.randn(1, x.n, x.heads[0], 576).half(), *pages)
+    selected = (*tensors[:2], x.slots_here(x.n, 64 * x.size)[None], x.sinks, x.sizes_here(50))
 
     def call(*tensors, **places):
-        return mla.flash_mla_with_kvcache(*tensors, 512, *mla.get_mla_metadata(), causal=True, **places)
+        return flash_mla.flash_mla_with_kvcache(*tensors, 512, *flash_mla.get_mla_metadata(), causal=True, **places)
+
+    def sparse(q, cache, indices, sinks, lengths, **places):
+        given = dict(indices=indices, attn_sink=sinks, topk_length=lengths)
+        return flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, **given, **places)
+
+    return [
+        Call(call, tensors, ("out",), label="returns LSE"),
+        Call(sparse, selected, ("out",), label="returns LSE"),
+    ]
+
+
+@public("flash_mla.flash_mla_sparse_fwd")
+def _flash_mla_prefill(x: Data) -> list[Call]:
+    tensors = (x.randn(x.n, x.heads[0], 576).half(), x.randn(4 * x.page, 1, 576).half())
+    tensors += (x.slots_here(x.n, 64 * x.size).unsqueeze(1),)
+
+    def call(q, kv, indices, **places):
+        return flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1, **places)
 
     return [Call(call, tensors, ("out",), label="returns LSE")]
 
 
-@no_attention("mla.get_mla_metadata")
+@no_attention("flash_mla.get_mla_metadata")
 def _metadata(x: Data) -> list[Call]:
-    return [Call(lambda lens: mla.get_mla_metadata(lens, 4, 1), (x.here(20, 7),))]
+    return [Call(lambda lens: flash_mla.get_mla_metadata(lens, 4, 1), (x.here(20, 7),))]
 
 
 @no_attention("append_paged_mla_kv_cache", gradients="warned")

@@ -138,6 +138,7 @@ def test_public_modules_are_the_documented_ones() -> None:
         "decode",
         "distributed",
         "flash_attn",
+        "flash_mla",
         "fmha_v2",
         "integrations",
         "mla",

@@ -151,6 +151,7 @@ assert_type(latent.run(x, x, x, x, None, None, True), Pair)
 assert_type(latent.run(query=x, kv_cache=(x, x), sinks=x, bmm1_scale=0.1), Tensor)
 latent.run(x, x, x, 3)  # wrong
 assert_type(ck.mla.flash_mla_with_kvcache(x, x, ints, ints, 512, None, None, 0.1, True), Pair)
+assert_type(ck.mla.flash_mla_sparse_fwd(x, x, ints, 0.1, attn_sink=x), tuple[Tensor, Tensor, Tensor])
 ck.append_paged_mla_kv_cache(x, x, ints, ints, x, x, ints, ints, ints)
 
 def fused(save: bool) -> None:

@@ -21,7 +21,7 @@ from .._core.errors import BackendError
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, Problem, RaggedKv
 from .._core.run_options import Result
 from .._masks import mask_packing
-from . import gathered_keys, latent_parts
+from . import gathered_keys, latent_parts, selected_keys
 
 MOST_ROWS = 1 << 30  # of k and v, that kernels count
 LN2 = math.log(2.0)
@@ -32,13 +32,13 @@ def compute(call: Call) -> Result:
     grad = wants_grad(*call)
     ready = checked(call)
     with torch.no_grad():
-        result = _compute(ready, call.out)
+        result = _compute(ready, call)
     if grad:
-        return forward_only(result, (call.out,), *call._replace(out=None))
+        return forward_only(result, (call.out, call.max_logits), *call._replace(out=None, max_logits=None))
     return result
 
 
-def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
+def _compute(call: Call, given: Call) -> Result:
     result = None
     if call.q.is_cuda and call.q.numel() and call.backend != "reference":
         for readable in _readable(call):
@@ -48,11 +48,13 @@ def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
                 break
     if result is None:
         result = _by_reference(latent_parts.with_whole_queries(call))
-    if call.out is not None and wanted is not None:
-        if call.out is not wanted:
-            wanted.copy_(call.out)
-        written(wanted)
-        return (wanted, result[1]) if isinstance(result, tuple) else wanted
+    for place, wanted in ((call.out, given.out), (call.max_logits, given.max_logits)):
+        if place is not None and wanted is not None:
+            if place is not wanted:
+                wanted.copy_(place)
+            written(wanted)
+    if given.out is not None:
+        return (given.out, result[1]) if isinstance(result, tuple) else given.out
     return result
 
 
@@ -76,11 +78,12 @@ def checked(call: Call) -> Call:
     """The call as kernels take it; ValueError, TypeError or RuntimeError where it makes no sense."""
     checks.kv_layout(call.kv_layout)
     call_table.is_natural(call.lse_base)
+    by_row = selected_keys.are_given(call)
     q = _tensor("q", call.q, (3, 4))
     k, v = _tensor("k", call.k, (3, 4)), _tensor("v", call.v, (3, 4))
     if q.dim() == 4 and call.cu_seqlens_q is not None:
         raise ValueError(f"q has shape {tuple(q.shape)}: with cu_seqlens_q it must be [rows, num_qo_heads, head_dim].")
-    batch = q.size(0) if q.dim() == 4 else 1
+    batch = q.size(0) if q.dim() == 4 or by_row else 1
     if call.cu_seqlens_q is not None:
         batch = index_vectors.index_vector("cu_seqlens_q", call.cu_seqlens_q).numel() - 1
     if batch < 0:
@@ -115,7 +118,8 @@ def checked(call: Call) -> Call:
     )
     q_rope = None if call.q_rope is None else _joined(call.q_rope)
     call = call._replace(q=_joined(q), q_rope=q_rope, k=k, v=v, o_dtype=o_dtype, **lens)
-    _check_where_keys_are(call, batch, tokens)
+    if not by_row:
+        _check_where_keys_are(call, batch, tokens)
     if call.kv_shard is not None:
         other_masks = call.packed_custom_mask is not None or call.alibi_slopes is not None
         mask_packing.check_shard(call.kv_shard, call.seqused_k, other_masks)
@@ -136,7 +140,7 @@ def checked(call: Call) -> Call:
         packed_custom_mask=_bits(call, batch),
         out=_output(call, (*q.shape[:-1], v.size(-1)), o_dtype),
     )
-    return _as_pages(call, batch, tokens)
+    return selected_keys.checked(call, batch, k.size(heads)) if by_row else _as_pages(call, batch, tokens)
 
 
 def _tensor(name: str, x: Any, ranks: tuple[int, ...]) -> torch.Tensor:
@@ -334,15 +338,24 @@ def _by_reference(call: Call) -> Result:
         out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=call.o_dtype)
     rows, places = q.flatten(0, -3), out.flatten(0, -3)
     lse = torch.full(rows.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+    by_row = call.kv_indices_per_token is not None
+    if by_row and not empty:
+        selected_keys.compute(call, rows, k, v, k_rope, places, lse)
     for index, (begin, count, keys, values) in enumerate(
-        () if empty else gathered_keys.requests(call, rows, k, v, k_rope)
+        () if empty or by_row else gathered_keys.requests(call, rows, k, v, k_rope)
     ):
         mine = slice(begin, begin + count)
         problem = Problem(
             rows[mine],
             RaggedKv(keys, values),
             _logits(call, index, keys.size(1)),
-            Output(places[mine], lse[mine], None, _scale(call.v_descale, index, rows.size(1))),
+            Output(
+                places[mine],
+                lse[mine],
+                None,
+                _scale(call.v_descale, index, rows.size(1)),
+                sinks_in_lse=not call.flash_mla_lse,
+            ),
             _mask(call, index, count),
         )
         reference.compute(problem)
@@ -350,6 +363,8 @@ def _by_reference(call: Call) -> Result:
         return out
     if call_table.is_natural(call.lse_base):
         lse *= LN2
+    if call.flash_mla_lse:
+        lse.masked_fill_(lse == -math.inf, math.inf)
     if call.lse_heads_first:
         return out, lse.t().contiguous()
     return out, lse.view(q.shape[:-1])
@@ -372,6 +387,8 @@ def _choose_reference(
     request = request_facts.Request.from_problem(problem)
     if k_rope is not None:
         request = request._replace(features=request.features | {"separate_rope"})
+    if call.kv_indices_per_token is not None:
+        request = request._replace(features=request.features | {"token_lists"})
     backend = "auto" if selection.asked_for(call.backend) == "auto" else call.backend
     selected = selection.select(backend, request)
     if selected != "reference" and backend != "auto":

@@ -26,7 +26,7 @@ def checked(call: Call) -> Call:
         call = call._replace(q_rope=checks.last_dim_contiguous("q_rope", call.q_rope))
     if call.k_rope is not None:
         _check("k_rope", call.k_rope, "k", call.k)
-        if not _starts_with(call.k, call.v):
+        if not starts_with(call.k, call.v):
             raise ValueError(
                 f"k_rope is given, but v (shape {tuple(call.v.shape)}) is not k in the same memory: keys of two "
                 "tensors have values that are columns of the first. Pass v=k."
@@ -79,7 +79,7 @@ def _check(name: str, rope: Any, of: str, x: torch.Tensor) -> None:
     checks.same_device(x.device, f"{of} is", **{name: rope})
 
 
-def _starts_with(x: torch.Tensor, columns: torch.Tensor) -> bool:
+def starts_with(x: torch.Tensor, columns: torch.Tensor) -> bool:
     """Whether ``columns`` are the first ones of ``x``, in the same memory."""
     fits = columns.dim() == x.dim() and columns.shape[:-1] == x.shape[:-1] and columns.size(-1) <= x.size(-1)
     return fits and (x.numel() == 0 or (columns.data_ptr() == x.data_ptr() and _same_strides(x, columns)))

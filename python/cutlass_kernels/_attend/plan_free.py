@@ -20,8 +20,10 @@ from .._graphs import operators
 from . import checked_calls
 
 _SAME_NAMES: Mapping[str, str] = {}
-_OUT, _SCHEDULE, _BACKEND = map(Call._fields.index, ("out", "schedule", "backend"))  # the last two are the last
+_OUT, _MAX_LOGITS = map(Call._fields.index, ("out", "max_logits"))
+_SCHEDULE, _BACKEND = map(Call._fields.index, ("schedule", "backend"))  # the last two
 _GRADIENTS = ["q", "k", "v", "out", "sinks", "q_descale", "k_descale", "v_descale", "alibi_slopes", "q_rope", "k_rope"]
+_GRADIENTS += ["max_logits"]
 _with_gradients = itemgetter(*map(Call._fields.index, _GRADIENTS))
 
 
@@ -43,6 +45,8 @@ def attend(arguments: tuple[Any, ...], names: Mapping[str, str] = _SAME_NAMES) -
             if result is not None:
                 if arguments[_OUT] is not None:
                     written(arguments[_OUT])
+                if arguments[_MAX_LOGITS] is not None:
+                    written(arguments[_MAX_LOGITS])
                 return result
     call = Call._make(arguments)
     if _is_for_graphs(call):
@@ -82,6 +86,7 @@ _in_graph = operators.operator(
     _attend_in_graph,
     lambda x: operators.outputs(x, x.q, x.v.shape[-1], x.lse_heads_first),
     left_out=("schedule",),
+    places=("out", "lse", "max_logits"),
 )
 
 attention = typed_as(signatures.attention)(call_table.function("attention", attend, INTERNAL))
@@ -124,9 +129,12 @@ attention.__doc__ = call_table.documented(
     k and v are separate tensors of any strides with a contiguous last dimension: two halves of one allocation, or K|V
     side by side in the last dimension.
 
+    Or every row has keys of its own (sparse attention): ``kv_indices_per_token`` lists slots of k, which is
+    ``[tokens, Hkv, D]`` or ``[pages, P, Hkv, D]``. Then no mask and no other argument says which keys there are.
+
     Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
     512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks,
-    windows and chunks. PyTorch serves all else, slowly. The 64 columns may lie in tensors of their own:
+    windows and chunks, and by lists. PyTorch serves all else, slowly. The 64 columns may lie in tensors of their own:
     ``attention(q, ckv, ckv, q_rope=q_pe, k_rope=kpe)``.
 
     Args:

@@ -135,6 +135,9 @@ class _State:
             self._transform(scores, first, begin)
             if visible is not None:
                 scores.masked_fill_(~visible, -math.inf)
+            hidden = self.keys.hidden(request, begin, end)
+            if hidden is not None:
+                scores.masked_fill_(hidden, -math.inf)
             new_maximum = torch.maximum(maximum, scores.amax(-1))
             shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf would be NaN
             _multiply(scores.sub_(shift.unsqueeze(-1)), self.unit).exp_()
@@ -172,13 +175,15 @@ class _State:
         maximum, total = maximum.double() * self.row_unit, total.double()
         if output.stats is not None:
             self._store_stats(output.stats[row0 : row0 + rows], maximum, total)
+        if output.max_logits is not None:
+            output.max_logits[row0 : row0 + rows].copy_(maximum.permute(2, 0, 1).flatten(1, 2))
         acc = acc.view(*maximum.shape, -1)
-        seen = total != 0
+        seen, of_keys = total != 0, (maximum, total)
         if self.sinks is not None:
             with_sink = torch.maximum(maximum, self.sinks)
             shift = with_sink.masked_fill(with_sink == -math.inf, 0.0)
             decay = torch.exp(maximum - shift)
-            total = total * decay + torch.exp(self.sinks - shift)
+            total = total * decay + torch.exp(self.sinks - shift).nan_to_num(1.0)  # a sink of inf takes all: inf - inf
             acc = acc * decay.unsqueeze(-1).to(self.dtype)
             maximum = with_sink
         result = torch.where(seen.unsqueeze(-1), acc / total.unsqueeze(-1).to(self.dtype), 0.0)
@@ -188,6 +193,7 @@ class _State:
             result = result.clamp(-limit, limit)
         output.out[row0 : row0 + rows].copy_(result)
         if output.lse is not None:
+            maximum, total = (maximum, total) if output.sinks_in_lse else of_keys
             lse = torch.log2(total).add_(maximum * LOG2E)
             lse = lse.masked_fill(total == 0, -math.inf)
             output.lse[row0 : row0 + rows].copy_(lse.permute(2, 0, 1).flatten(1, 2))
@@ -263,6 +269,12 @@ class _KeyReader:
         k = gather(kv.k_cache, self.k_pages[pages]).flatten(0, 1)[tokens]
         v = gather(kv.v_cache, self.v_pages[pages]).flatten(0, 1)[tokens]
         return k.to(self.dtype), v.to(self.dtype)
+
+    def hidden(self, request: _Request, begin: int, end: int) -> torch.Tensor | None:
+        """Which keys no row sees, ``[num_kv_heads, 1, 1, keys]``; None where there are none."""
+        if not isinstance(self.kv, RaggedKv) or self.kv.hidden is None:
+            return None
+        return self.kv.hidden[request.kv0 + begin : request.kv0 + end].t()[:, None, None]
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ FEATURES = {
     "unsized": "multi-item scoring whose mask has no size that the host knows, or no place in a CUDA graph",
     "fp8_copies": "fp8 tensors, or outputs, that lie where only copies of them serve",
     "separate_rope": "the last columns of the keys lie in a tensor of their own",
+    "token_lists": "kv_indices_per_token, for tensors or options that no kernel serves it with",
     "separate_values": "values beside keys of more than 512 columns that are not the first columns of these",
 }
 

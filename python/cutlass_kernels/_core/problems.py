@@ -30,11 +30,13 @@ class RaggedKv:
 
     ``k`` is ``[nnz_kv, num_kv_heads, head_dim_qk]`` and ``v`` ``[nnz_kv, num_kv_heads, head_dim_vo]``; an HND tensor
     arrives as a transposed view. ``indptr`` is int32 ``[batch + 1]`` in tokens, or None for a single request.
+    ``hidden`` (bool ``[nnz_kv, num_kv_heads]``, for the reference alone) marks keys that no row sees: they are finite.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     indptr: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -179,7 +181,9 @@ class Output:
     """Where results go. ``out`` is ``[nnz_q, num_qo_heads, head_dim_vo]``, any token and head stride, last dimension
     contiguous; ``lse`` fp32 ``[nnz_q, num_qo_heads]`` (base 2) or None; ``stats`` fp32 ``[nnz_q, num_qo_heads, 2]``
     or None, contiguous (row maximum and natural-exponent sum without sinks, see ``trtllm_fmha_v2_prefill``).
-    ``scale`` multiplies the output: a number, a one-element tensor, or fp32 ``[num_qo_heads]``.
+    ``scale`` multiplies the output: a number, a one-element tensor, or fp32 ``[num_qo_heads]``. For the reference
+    alone: ``max_logits`` (fp32 ``[nnz_q, num_qo_heads]`` or None) gets the largest logit of each row, without its sink,
+    and ``sinks_in_lse`` tells whether the LSE includes sinks.
     Rows that belong to no request are not written.
     """
 
@@ -187,6 +191,8 @@ class Output:
     lse: torch.Tensor | None = None
     stats: torch.Tensor | None = None
     scale: float | torch.Tensor = 1.0
+    max_logits: torch.Tensor | None = None
+    sinks_in_lse: bool = True
 
 
 @dataclass(slots=True)

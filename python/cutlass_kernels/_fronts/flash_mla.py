@@ -1,4 +1,4 @@
-"""FlashMLA's functions for dense decoding, on this library's kernels."""
+"""FlashMLA's functions, on this library's kernels: see ``flash_mla``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .._attend.plan_free import attention
-from .._core import checks, extra_arguments
+from .._attend.plan_free import attend
+from .._core import call_table, checks, extra_arguments
 from .._core.problems import FP8_DTYPES
 from .._core.schedules import Schedule
 from .._core.tracing import is_traced
@@ -17,7 +17,22 @@ from .._core.tracing import is_traced
 Scale = float | torch.Tensor | None
 
 _NAME = "flash_mla_with_kvcache"
-_SPARSE = "sparse attention is not served. Leave it out for all keys of the block table, or call FlashMLA itself."
+_EXTRA = "a second cache, as DeepSeek V4 has, is not served. Leave it out for the keys of one cache."
+_LSE = dict(return_lse=True, lse_base=math.e)
+_pack_dense = call_table.packer(
+    "q k v page_table seqused_k causal sm_scale q_descale k_descale v_descale out schedule", **_LSE
+)
+_pack_selected = call_table.packer(
+    "q k v kv_indices_per_token topk_length sinks causal sm_scale q_descale k_descale v_descale out schedule",
+    **_LSE,
+    flash_mla_lse=True,
+)
+_pack_prefill = call_table.packer(
+    "q k v kv_indices_per_token topk_length max_logits sinks sm_scale out", **_LSE, flash_mla_lse=True
+)
+# Of calls with indices, in errors.
+_NAMES = {"kv_indices_per_token": "indices", "sinks": "attn_sink", "k": "k_cache", "sm_scale": "softmax_scale"}
+_NAMES_OF_PREFILL = {"kv_indices_per_token": "indices", "sinks": "attn_sink", "k": "kv"}
 
 
 @dataclass
@@ -48,21 +63,17 @@ def get_mla_metadata(cache_seqlens: torch.Tensor | None = None, *args: Any, **kw
 
     Args:
         cache_seqlens: int32 ``[batch]``, of which the device and the size are used; or None.
-        args, kwargs: FlashMLA's other arguments, not used. ``topk`` is refused.
+        args, kwargs: FlashMLA's other arguments, not used.
 
     Returns:
         With ``cache_seqlens`` two int32 tensors of zeros, ``[1, 8]`` and ``[batch + 1]``, which engines may copy to
         buffers of CUDA graphs, as FlashMLA's first releases made. Without, ``(FlashMLASchedMeta(), None)``.
-
-    Raises:
-        NotImplementedError: ``topk`` is given.
 
     Examples:
         >>> metadata, num_splits = get_mla_metadata(torch.tensor([100, 7], dtype=torch.int32), 16, 1)
         >>> metadata.shape, num_splits.shape
         (torch.Size([1, 8]), torch.Size([3]))
     """
-    extra_arguments.unsupported("get_mla_metadata", _SPARSE, topk=args[4] if len(args) > 4 else kwargs.get("topk"))
     if not isinstance(cache_seqlens, torch.Tensor):
         return FlashMLASchedMeta(), None
     sizes = (1, 8), (cache_seqlens.numel() + 1,)
@@ -94,26 +105,32 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latent attention (MLA) of decode steps over a paged cache, for any number of query rows.
 
-    Lengths and block tables are read on the GPU, so a captured call follows new ones. Row i of n rows of a request
-    stands at position ``i + cache_seqlen - n``. A row that sees no key has output 0 and LSE -inf.
+    Lengths, block tables and indices are read on the GPU, so a captured call follows new ones. Without ``indices``, row
+    i of n rows of a request stands at position ``i + cache_seqlen - n``. A row that sees no key has output 0. Its LSE
+    is -inf, with ``indices`` +inf.
 
     Args:
         q: ``[batch, rows, num_heads, 576]``: the absorbed queries, then those of the position. float16, bfloat16 or
             float8_e4m3fn.
         k_cache: ``[pages, page_size, 1, 576]``, the values being its first ``head_dim_v`` columns. The dtype of q, or
             float8_e4m3fn. Any page size.
-        block_table: int32 ``[batch, M]``, the pages of each request.
-        cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included.
+        block_table: int32 ``[batch, M]``, the pages of each request. Not used with ``indices``, may be None.
+        cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included. Not used with
+            ``indices``, may be None.
         head_dim_v: 512.
         tile_scheduler_metadata: what ``get_mla_metadata()`` returned for this step. Of a ``FlashMLASchedMeta`` the
             schedule is used; anything else is not.
         num_splits: not used.
         softmax_scale: default ``1 / sqrt(576)``; DeepSeek's models need ``1 / sqrt(192)`` times their own factor.
-        causal: whether rows see only keys up to their own position.
+        causal: whether rows see only keys up to their own position. Not with ``indices``.
         is_fp8_kvcache: a uint8 cache of 576 columns is then read as float8_e4m3fn. FlashMLA's format of 656 bytes per
-            token, for sparse attention, is refused.
-        indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length: of sparse attention, refused.
-        attn_sink: refused; ``attention(sinks=)`` takes it.
+            token is refused.
+        indices: int32 ``[batch, rows, topk]``, the keys of each row: ``page * page_size + offset``. Others, such as -1,
+            are none.
+        attn_sink: float32 ``[num_heads]``, with ``indices``. Multiplies the output by
+            ``exp(lse) / (exp(lse) + exp(attn_sink))``. The LSE is that without it.
+        topk_length: int32 ``[batch]``, with ``indices``: only the leftmost so many of a row count.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache, refused.
         descale_q, descale_k: dequantisation factors of fp8 queries and of an fp8 cache: numbers, or float32 tensors of
             one element. Not used with 16 bits, for which engines pass them, too.
         out: ``[batch, rows, num_heads, head_dim_v]``, where to write the output.
@@ -123,7 +140,7 @@ def flash_mla_with_kvcache(
         float32 ``[batch, num_heads, rows]``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together.
+        ValueError: shapes, dtypes or devices that do not fit together; ``causal`` with ``indices``.
         NotImplementedError: an argument that is refused.
 
     Examples:
@@ -135,17 +152,39 @@ def flash_mla_with_kvcache(
         >>> out.shape, lse.shape
         (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
     """
-    sparse = dict(
-        indices=indices,
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
-        extra_topk_length=extra_topk_length,
-    )
-    extra_arguments.unsupported(_NAME, _SPARSE, **sparse)
-    extra_arguments.unsupported(_NAME, "call attention(sinks=), whose LSE includes the sink.", attn_sink=attn_sink)
+    extra = dict(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
+    extra_arguments.unsupported(_NAME, _EXTRA, **extra, extra_topk_length=extra_topk_length)
     for name, x, dims in (("q", q, 4), ("k_cache", k_cache, 4)):
         checks.tensor(name, x, dims)
+    if indices is None:
+        _check_dense(q, block_table, cache_seqlens, attn_sink, topk_length)
+    elif checks.tensor("indices", indices, 3).shape[:2] != q.shape[:2] or indices.dtype != torch.int32:
+        raise ValueError(
+            f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}: it must be an int32 tensor "
+            f"[{q.size(0)}, {q.size(1)}, topk], as q has {q.size(0)} requests of {q.size(1)} rows."
+        )
+    k_cache = _cache(q, k_cache, is_fp8_kvcache)
+    values = k_cache[..., : _columns("head_dim_v", head_dim_v, "k_cache", k_cache)]
+    if q.dtype not in FP8_DTYPES:
+        descale_q = None
+    if k_cache.dtype not in FP8_DTYPES:
+        descale_k = None
+    options = (causal, softmax_scale, descale_q, descale_k, descale_k, out, _schedule_of(tile_scheduler_metadata))
+    if indices is None:
+        result, lse = attend(_pack_dense(q, k_cache, values, block_table, cache_seqlens, *options))
+    else:
+        lists = indices if q.size(1) == 1 else indices.flatten(0, 1).unsqueeze(1)
+        result, lse = attend(_pack_selected(q, k_cache, values, lists, topk_length, attn_sink, *options), _NAMES)
+    return result, lse.transpose(1, 2)
+
+
+def _check_dense(q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sink: Any, topk_length: Any) -> None:
+    """Says what is wrong with arguments of a call without indices."""
+    extra_arguments.unsupported(
+        _NAME, "without indices, call attention(sinks=), whose LSE includes the sink.", attn_sink=attn_sink
+    )
+    if topk_length is not None:
+        raise ValueError("topk_length is given without indices, of which it says how many count: pass both.")
     for name, given, form in (
         ("block_table", block_table, ", pages of a request"),
         ("cache_seqlens", cache_seqlens, ""),
@@ -156,39 +195,78 @@ def flash_mla_with_kvcache(
                 f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor "
                 f"[{q.size(0)}{form}], as q has {q.size(0)} requests."
             )
-    if k_cache.dtype == torch.uint8 and is_fp8_kvcache and k_cache.size(-1) == q.size(-1):
-        k_cache = k_cache.view(torch.float8_e4m3fn)
-    elif k_cache.dtype == torch.uint8:
+
+
+def _cache(q: torch.Tensor, k_cache: torch.Tensor, is_fp8: bool) -> torch.Tensor:
+    """The cache in the type of its elements."""
+    if k_cache.dtype == torch.uint8 and is_fp8 and k_cache.size(-1) == q.size(-1):
+        return k_cache.view(torch.float8_e4m3fn)
+    if k_cache.dtype == torch.uint8:
         raise ValueError(
             f"k_cache has dtype torch.uint8 and shape {tuple(k_cache.shape)}: pass float8_e4m3fn of {q.size(-1)} "
-            "columns, or such bytes with is_fp8_kvcache=True. The 656 bytes of FlashMLA's sparse cache are not served."
+            "columns, or such bytes with is_fp8_kvcache=True. FlashMLA's cache of 656 bytes per token is not served."
         )
-    if is_fp8_kvcache and k_cache.dtype not in FP8_DTYPES:
+    if is_fp8 and k_cache.dtype not in FP8_DTYPES:
         raise ValueError(f"is_fp8_kvcache=True, but k_cache has dtype {k_cache.dtype}: leave it out.")
-    columns = checks.integer("head_dim_v", head_dim_v)
-    if not 0 < columns <= k_cache.size(-1):
+    return k_cache
+
+
+def _columns(name: str, value: Any, of: str, k: torch.Tensor) -> int:
+    """How many columns of the keys are the values."""
+    columns = checks.integer(name, value)
+    if not 0 < columns <= k.size(-1):
         raise ValueError(
-            f"head_dim_v={head_dim_v}, but k_cache has {k_cache.size(-1)} columns: values are its first ones, 512 in "
-            "DeepSeek's models."
+            f"{name}={value}, but {of} has {k.size(-1)} columns: values are its first ones, 512 in DeepSeek's models."
         )
-    if q.dtype not in FP8_DTYPES:
-        descale_q = None
-    if k_cache.dtype not in FP8_DTYPES:
-        descale_k = None
-    result, lse = attention(
-        q,
-        k_cache,
-        k_cache[..., :columns],
-        page_table=block_table,
-        seqused_k=cache_seqlens,
-        causal=causal,
-        sm_scale=softmax_scale,
-        q_descale=descale_q,
-        k_descale=descale_k,
-        v_descale=descale_k,
-        out=out,
-        return_lse=True,
-        lse_base=math.e,
-        schedule=_schedule_of(tile_scheduler_metadata),
-    )
-    return result, lse.transpose(1, 2)
+    return columns
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Latent attention (MLA) of query rows to selected tokens, such as those of DeepSeek V3.2's indexer.
+
+    A row that sees no key has output 0, largest logit -inf and LSE +inf.
+
+    Args:
+        q: ``[s_q, num_heads, 576]``; float16, bfloat16 or float8_e4m3fn.
+        kv: ``[s_kv, 1, 576]``, the values being its first ``d_v`` columns. The dtype of q, or float8_e4m3fn.
+        indices: int32 ``[s_q, 1, topk]``, rows of kv that each query row sees. Others, such as -1, are none. One that
+            is listed twice counts twice.
+        sm_scale: scale of the logits.
+        d_v: 512.
+        attn_sink: float32 ``[num_heads]``. Multiplies the output by ``exp(lse) / (exp(lse) + exp(attn_sink))``. Largest
+            logits and LSE are those without it.
+        topk_length: int32 ``[s_q]``: only the leftmost so many indices of a row count.
+        out: ``[s_q, num_heads, d_v]``, where to write the output.
+
+    Returns:
+        The output ``[s_q, num_heads, d_v]``, in the dtype of q (bfloat16 for fp8), the largest logit and the natural
+        LSE of each row and head, float32 ``[s_q, num_heads]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together.
+
+    Examples:
+        >>> q = torch.randn(3, 16, 576, dtype=torch.bfloat16)
+        >>> kv = torch.randn(100, 1, 576, dtype=torch.bfloat16)
+        >>> indices = torch.randint(100, (3, 1, 64), dtype=torch.int32)
+        >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 192**-0.5)
+        >>> out.shape, max_logits.shape, lse.shape
+        (torch.Size([3, 16, 512]), torch.Size([3, 16]), torch.Size([3, 16]))
+    """
+    for name, x in (("q", q), ("kv", kv), ("indices", indices)):
+        checks.tensor(name, x, 3)
+    values = kv[..., : _columns("d_v", d_v, "kv", kv)]
+    max_logits = q.new_empty(q.shape[:2], dtype=torch.float32)
+    packed = _pack_prefill(q, kv, values, indices, topk_length, max_logits, attn_sink, sm_scale, out)
+    result, lse = attend(packed, _NAMES_OF_PREFILL)
+    return result, max_logits, lse

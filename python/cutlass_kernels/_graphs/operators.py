@@ -58,6 +58,8 @@ def number_of(wrapper: Any) -> int:
 # --- operators of functions --------------------------------------------------------------------------------------
 
 
+PLACES = ("out", "lse")  # that operators write to where they are given
+
 # Arguments that are either numbers or a tensor.
 _NUMBERS: dict[Any, str] = {Scale: "float?", Sequence[int] | torch.Tensor | None: "SymInt[]?"}
 
@@ -71,7 +73,7 @@ class Arguments:
         types: Mapping[str, Any],
         left_out: Sequence[str] = (),
         writes: Sequence[str] = (),
-        places: Sequence[str] = ("out", "lse"),
+        places: Sequence[str] = PLACES,
     ) -> None:
         kinds = {name: kind for name, kind in types.items() if name not in (*left_out, *places, "return")}
         numbers = {name: _NUMBERS.get(kind) for name, kind in kinds.items()}
@@ -115,23 +117,25 @@ def operator(
     fake: Callable[[Any], Any],
     left_out: Sequence[str] = (),
     flag: str = "return_lse",
+    places: Sequence[str] = PLACES,
 ) -> Callable[..., Result]:
     """Registers ``compute`` of arguments of these ``types`` as an operator: see ``define``. It gets them by keyword,
-    and ``out`` and ``lse`` where they are given, but none of ``left_out``. ``flag`` says whether it returns a pair.
+    and ``places`` where they are given, but none of ``left_out``. ``flag`` says whether it returns a pair.
 
     Returns the function that stands for ``compute`` in a graph, and gets the same.
     """
-    arguments = Arguments(types, left_out)
+    arguments = Arguments(types, left_out, places=places)
 
     def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        values, places = arguments.found(args[: arguments.count]), dict(zip(("out", "lse"), args[arguments.count :]))
-        result = compute(**values, **{name: x for name, x in places.items() if x is not None})
-        return new_results(result, values.get(flag, False), places.get("out"), places.get("lse"))
+        values, wanted = arguments.found(args[: arguments.count]), dict(zip(places, args[arguments.count :]))
+        result = compute(**values, **{name: x for name, x in wanted.items() if x is not None})
+        return new_results(result, values.get(flag, False), wanted.get("out"), wanted.get("lse"))
 
     def traced(out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **values: Any) -> Result:
-        return call(name, arguments.given(values), out, lse, values.get(flag, False))
+        more = [values.pop(place, None) for place in places[2:]]
+        return call(name, arguments.given(values), values.get(flag, False), out, lse, *more)
 
-    define(name, arguments.schema, run, fake)
+    define(name, arguments.schema, run, fake, places)
     return traced
 
 
@@ -153,21 +157,25 @@ def in_place(
 
 
 def call(
-    name: str, args: tuple[Any, ...], out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
+    name: str,
+    args: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    *more: torch.Tensor | None,
 ) -> Result:
-    """Calls an operator in the form that fits: see ``define``."""
-    operators = torch.ops.cutlass_kernels
-    inputs = autograd.with_grad((*args, out, lse)) if is_grad_enabled() else []
+    """Calls an operator in the form that fits: see ``define``. ``more`` are its other places."""
+    operators, places = torch.ops.cutlass_kernels, (out, lse, *more)
+    inputs = autograd.with_grad((*args, *places)) if is_grad_enabled() else []
     if inputs:
-        new_out, new_lse = getattr(operators, f"{name}_forward_only")(*args, out, lse, inputs)
-        if out is not None:
-            out.copy_(new_out)
-        if lse is not None:
-            lse.copy_(new_lse)
-    elif out is None and lse is None:
+        new_out, new_lse, *new = getattr(operators, f"{name}_forward_only")(*args, *places, inputs)
+        for place, x in zip(places, (new_out, new_lse, *new)):
+            if place is not None:
+                place.copy_(x)
+    elif all(place is None for place in places):
         new_out, new_lse = getattr(operators, name)(*args)
     else:
-        new_out, new_lse = getattr(operators, f"{name}_into")(*args, out, lse)
+        new_out, new_lse = getattr(operators, f"{name}_into")(*args, *places)
     out = new_out if out is None else out
     return (out, new_lse if lse is None else lse) if return_lse else out
 
@@ -221,47 +229,58 @@ def outputs(x: Any, q: torch.Tensor, columns: int, heads_first: bool = False) ->
 _library = torch.library.Library("cutlass_kernels", "DEF")
 
 
-def define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[[Any], Any]) -> None:
-    """Registers an operator in three forms. ``fake`` gets the arguments as attributes, and ``out`` and ``lse``, where
-    these are not arguments.
+def define(
+    name: str,
+    arguments: str,
+    implementation: Callable[..., Any],
+    fake: Callable[[Any], Any],
+    places: Sequence[str] = PLACES,
+) -> None:
+    """Registers an operator in three forms. ``fake`` gets the arguments as attributes, and the ``places``, where these
+    are not arguments: ``out`` and ``lse``, and what else it writes to and does not return.
 
     - ``<name>`` returns new tensors.
-    - ``<name>_into`` writes to ``out`` and ``lse``, two more arguments.
+    - ``<name>_into`` writes to the places, which are more arguments.
     - ``<name>_forward_only`` has a backward that raises, for the tensors in its last argument. It writes to copies of
-      ``out`` and ``lse``, which it returns. A backward makes a call 8 us slower, so the other forms have none.
+      the places, which it returns. A backward makes a call 8 us slower, so the other forms have none.
     """
+    count = len(places)
 
-    def on_copies(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *others, given_out, given_lse, _ = args
-        out, lse = (None if x is None else x.clone() for x in (given_out, given_lse))
-        new_out, new_lse = implementation(*others, out, lse)
-        return new_out if out is None else out, new_lse if lse is None else lse
+    def instead(made: tuple[torch.Tensor, torch.Tensor], copies: list[Any]) -> tuple[torch.Tensor, ...]:
+        """What is returned for each place: its copy, or where it is not given something new."""
+        new = [*made, *(made[1].new_empty(0) for _ in range(count - 2))]
+        return tuple(x if copy is None else copy for x, copy in zip(new, copies))
+
+    def on_copies(*args: Any) -> tuple[torch.Tensor, ...]:
+        copies = [None if x is None else x.clone() for x in args[-1 - count : -1]]
+        return instead(implementation(*args[: -1 - count], *copies), copies)
 
     names = [argument.split()[1] for argument in arguments.split(", ")]
 
     def fake_of(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        own, places = dict(zip(names, args)), dict(zip_longest(("out", "lse"), args[len(names) :]))
-        return fake(SimpleNamespace(**own, **{name: x for name, x in places.items() if name not in own}))
+        own, more = dict(zip(names, args)), dict(zip_longest(places, args[len(names) :]))
+        return fake(SimpleNamespace(**own, **{name: x for name, x in more.items() if name not in own}))
 
-    def fake_on_copies(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *_, out, lse, _ = args
-        new_out, new_lse = fake_of(*args[:-1])
-        return new_out if out is None else torch.empty_like(out), new_lse if lse is None else torch.empty_like(lse)
+    def fake_on_copies(*args: Any) -> tuple[torch.Tensor, ...]:
+        copies = [None if x is None else torch.empty_like(x) for x in args[-1 - count : -1]]
+        return instead(fake_of(*args[:-1]), copies)
 
+    into = ", ".join(f"Tensor({letter}!)? {place}" for letter, place in zip("abcd", places))
+    given = ", ".join(f"Tensor? {place}" for place in places)
     _register(name, arguments, implementation, fake_of)
-    _register(f"{name}_into", f"{arguments}, Tensor(a!)? out, Tensor(b!)? lse", implementation, fake_of)
-    _register(
-        f"{name}_forward_only", f"{arguments}, Tensor? out, Tensor? lse, Tensor[] inputs", on_copies, fake_on_copies
-    )
+    _register(f"{name}_into", f"{arguments}, {into}", implementation, fake_of)
+    _register(f"{name}_forward_only", f"{arguments}, {given}, Tensor[] inputs", on_copies, fake_on_copies, count)
     torch.library.register_autograd(
         f"cutlass_kernels::{name}_forward_only", _backward, setup_context=_save_inputs, lib=_library
     )
 
 
-def _register(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(
+    name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any], results: int = 2
+) -> None:
     # A later plan would not reach a captured run.
     unsafe = [] if _UNSAFE is None else [_UNSAFE]
-    register(name, f"({arguments}) -> (Tensor, Tensor)", implementation, fake, unsafe)
+    register(name, f"({arguments}) -> ({', '.join(['Tensor'] * results)})", implementation, fake, unsafe)
 
 
 def register(

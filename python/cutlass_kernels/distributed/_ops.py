@@ -67,7 +67,7 @@ def traceable(
             if len(args) > len(names) or len(values) != len(names):
                 raise TypeError(f"{operator}() has the parameters {', '.join(names)}; given are {', '.join(values)}.")
             values["group"] = _names(grid_of(values["group"]) if of_mesh else peers_of(values["group"]))
-            return operators.call(operator, arguments.given(values), None, None, values["return_lse"])
+            return operators.call(operator, arguments.given(values), values["return_lse"])
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

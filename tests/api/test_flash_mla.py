@@ -1,0 +1,237 @@
+"""FlashMLA's functions of sparse attention: names, and the conventions that FlashMLA writes down."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from captures import capture
+from compare import assert_bitwise
+from guards import poison_
+from mla_problems import DEVICES, SCALE
+from pairs import every
+from refusals import Row, rows
+from selected_problems import Selected, make
+
+import cutlass_kernels as ck
+from cutlass_kernels import flash_mla, mla
+
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+SINKS = torch.tensor([0.5, -30.0, 4.0, math.inf, -math.inf, 0.0, 1e4, -2.0])
+
+
+def as_flash_mla(problem: Selected, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Output, largest logits and LSE, in double precision and FlashMLA's words: an index that is not valid is -1, the
+    sink scales the output by ``exp(lse) / (exp(lse) + exp(sink))``, and a query without keys has 0, -inf and +inf."""
+    kv = problem.cache.flatten(0, 1)[:, 0].double()
+    indices, topk = problem.indices[:, 0].long(), problem.indices.size(2)
+    invalid = (indices < 0) | (indices >= kv.size(0))
+    if problem.lengths is not None:
+        invalid |= torch.arange(topk, device=kv.device) >= problem.lengths[:, None]
+    keys = kv[indices.masked_fill(invalid, 0)].masked_fill(invalid[..., None], 0.0)  # [rows, topk, 576]
+    logits = torch.einsum("rhd,rkd->rhk", problem.q.double(), keys) * SCALE
+    logits = logits.masked_fill(invalid[:, None], -math.inf)
+    lse, largest = logits.logsumexp(-1), logits.amax(-1)
+    lonely = lse == -math.inf
+    weights = (logits - lse[..., None]).exp().masked_fill(lonely[..., None], 0.0)
+    out = weights @ keys[..., :512]
+    if sinks is not None:
+        out = out / (1 + (sinks.double() - lse).exp().nan_to_num(0.0, posinf=math.inf))[..., None]
+    return out.masked_fill(lonely[..., None], 0.0), largest, lse.masked_fill(lonely, math.inf)
+
+
+def close(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    out, *others = found
+    torch.testing.assert_close(out.double(), want[0], atol=1e-2, rtol=1e-2)
+    for x, y in zip(others, want[1:], strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x.double(), y, atol=1e-3, rtol=1e-5)
+
+
+def decode(problem: Selected, batch: int, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """flash_mla_with_kvcache(indices=) of so many requests."""
+    q, indices = (x.unflatten(0, (batch, -1)) for x in (problem.q, problem.indices[:, 0]))
+    lengths = None if problem.lengths is None else problem.lengths.unflatten(0, (batch, -1))[:, 0]
+    call: dict[str, Any] = dict(softmax_scale=SCALE, indices=indices, topk_length=lengths)
+    return flash_mla.flash_mla_with_kvcache(q, problem.cache, None, None, 512, **(call | given))
+
+
+def prefill(problem: Selected, **given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """flash_mla_sparse_fwd() over the slots of the cache."""
+    call: dict[str, Any] = dict(sm_scale=SCALE, topk_length=problem.lengths)
+    return flash_mla.flash_mla_sparse_fwd(problem.q, problem.cache.flatten(0, 1), problem.indices, **(call | given))
+
+
+@DEVICES
+@every(sinks=[False, True], lengths=[None, "random"], width=[1, 64, 100])
+def test_prefill(device, sinks, lengths, width):
+    problem = make(14, 8, width, device, lengths=lengths)
+    given = SINKS.to(device) if sinks else None
+    out, max_logits, lse = prefill(problem, attn_sink=given)
+    assert out.shape == (14, 8, 512) and max_logits.shape == lse.shape == (14, 8)
+    close((out, max_logits, lse), as_flash_mla(problem, given))
+
+
+@DEVICES
+@every(sinks=[False, True], rows=[1, 2], page_size=[1, 16, 64])
+def test_decode(device, sinks, rows, page_size):
+    each = [n for n in (0, 80, 17, 1, 64, 80, 33) for _ in range(rows)]
+    problem = make(7 * rows, 8, 80, device, lengths=each, page_size=page_size, gap=page_size % 2)
+    given = SINKS.to(device) if sinks else None
+    out, lse = decode(problem, 7, attn_sink=given)
+    assert out.shape == (7, rows, 8, 512) and lse.shape == (7, 8, rows)
+    want, _, want_lse = as_flash_mla(problem, given)
+    close((out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)), (want, want_lse))
+    assert bool((lse[0] == math.inf).all()) and not out[0].any()
+
+
+@DEVICES
+def test_sinks_change_outputs_alone(device):
+    problem = make(7, 8, 60, device)
+    (plain, *same), (out, *others) = prefill(problem), prefill(problem, attn_sink=SINKS.to(device))
+    for x, y in zip(others, same):
+        assert_bitwise(x, y)
+    assert not out[:, 3].any()  # inf
+    torch.testing.assert_close(out[:, 4], plain[:, 4])  # -inf
+
+
+@DEVICES
+def test_both_functions_are_attention(device):
+    problem = make(6, 16, 50, device, lengths="random")
+    want, lse = ck.attention(**problem.arguments(), sm_scale=SCALE, return_lse=True, lse_base=math.e)
+    out, _, natural = prefill(problem)
+    assert_bitwise(out, want)
+    assert_bitwise(natural, torch.where(lse == -math.inf, math.inf, lse))
+    place = poison_(torch.empty_like(out))
+    assert prefill(problem, out=place)[0] is place
+    assert_bitwise(place, out)
+    problem.lengths = None
+    assert_bitwise(decode(problem, 3)[0].flatten(0, 1), prefill(problem)[0])
+
+
+@DEVICES
+@every(bytes_=[False, True], queries=[torch.bfloat16, E4M3])
+def test_caches_of_e4m3(device, bytes_, queries):
+    problem = make(4, 8, 70, device, kv_dtype=E4M3)
+    problem.q = problem.q.to(queries)
+    cache = problem.cache.view(torch.uint8) if bytes_ else problem.cache
+    given = dataclasses.replace(problem, cache=cache)
+    one, half = torch.ones(1, device=device), torch.full((1,), 0.5, device=device)
+    out, lse = decode(given, 2, is_fp8_kvcache=True, descale_q=one, descale_k=half)
+    wide = (problem.cache.float() * 0.5).to(torch.bfloat16)
+    known = dataclasses.replace(problem, q=problem.q.to(torch.bfloat16), cache=wide)
+    want, _, want_lse = as_flash_mla(known)
+    assert out.dtype == torch.bfloat16
+    close((out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)), (want, want_lse))
+
+
+def test_what_dense_calls_need_is_not_read():
+    problem = make(4, 8, 70)
+    q, indices = problem.q.unflatten(0, (2, 2)), problem.indices.view(2, 2, 70)
+    given = (torch.full((2, 1), 99, dtype=INT32), torch.tensor([500, 7], dtype=INT32), 512)
+    metadata = flash_mla.get_mla_metadata(given[1], 16, 1, 8, False, 70)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, problem.cache, *given, *metadata, SCALE, False, False, indices)
+    for x, y in zip((out, lse), decode(problem, 2)):
+        assert_bitwise(x, y)
+
+
+def test_sizes_of_other_models_on_the_cpu():
+    """K = V of 512 columns, as GLM-5.3-Flash and DeepSeek V4 have them."""
+    problem = make(5, 6, 40, dims=(512, 512))
+    out, max_logits, _ = prefill(problem, sm_scale=0.1)
+    want, _ = problem.expected(sm_scale=0.1)
+    torch.testing.assert_close(out.double(), want.out, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(max_logits.double(), want.largest, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_layers_share_a_schedule_and_graphs_follow():
+    sizes = dict(device="cuda:0", pages=60, page_size=64, lists=["any"])
+    first, second = (make(32, 64, 512, seed=seed, **sizes) for seed in (1, 2))
+    metadata, _ = flash_mla.get_mla_metadata()
+    graph, results = capture(lambda: [decode(first, 16, tile_scheduler_metadata=metadata) for _ in range(2)])
+    for problem in (second, first):
+        first.indices.copy_(problem.indices.clone())
+        first.cache.copy_(problem.cache.clone())
+        first.q.copy_(problem.q.clone())
+        for result in results:
+            for x in result:
+                poison_(x)
+        graph.replay()
+        want, _, want_lse = as_flash_mla(first)
+        for out, lse in results:
+            close((out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)), (want, want_lse))
+
+
+# --- names and refusals ---
+
+
+def test_names_and_positions():
+    parameters = inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters
+    positional = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert positional == ["q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length"]
+    assert parameters["d_v"].default == 512
+    for name in flash_mla.__all__:
+        assert getattr(flash_mla, name) is getattr(mla, name)
+
+
+def test_the_module_stands_in_for_flash_mla(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
+    found = importlib.import_module("flash_mla")
+    problem = make(3, 4, 20)
+    for x, y in zip(
+        found.flash_mla_sparse_fwd(problem.q, problem.cache.flatten(0, 1), problem.indices, SCALE), prefill(problem)
+    ):
+        assert_bitwise(x, y)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+IS_INT32 = r"indices has shape .*: it must be an int32 tensor \[4, 1, K\]"
+PREFILL: list[Row] = [
+    *rows(ValueError, "{name} has shape", q=zeros(1, 4, 8, 576), kv=zeros(9, 576), indices=torch.zeros(4, 5)),
+    *rows(ValueError, IS_INT32, indices=torch.zeros(4, 1, 5)),
+    *rows(ValueError, IS_INT32, indices=torch.zeros(3, 1, 5, dtype=INT32)),
+    *rows(ValueError, "{name}={value}, but kv has 576 columns", d_v=640),
+    *rows(TypeError, "sm_scale='x'", sm_scale="x"),
+    *rows(TypeError, "{name} is NoneType", q=None, kv=None, indices=None),
+    *rows(ValueError, "q has head_dim 576 and kv 512", kv=zeros(9, 1, 512)),
+    *rows(ValueError, r"topk_length\[1\]=6, but indices has 5", topk_length=torch.tensor([1, 6, 1, 1], dtype=INT32)),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), PREFILL)
+def test_prefill_refuses_in_a_sentence(change, error, words):
+    given: dict[str, Any] = dict(q=zeros(4, 8, 576), kv=zeros(9, 1, 576), indices=torch.zeros(4, 1, 5, dtype=INT32))
+    with pytest.raises(error, match=words):
+        flash_mla.flash_mla_sparse_fwd(**{**given, "sm_scale": 0.1, **change})
+
+
+OF_REQUESTS = r"{name} has shape .*: it must be an int32 tensor \[2, 1, topk\], as q has 2 requests of 1 rows"
+DECODE: list[Row] = [
+    *rows(ValueError, "causal=True is given with indices", causal=True),
+    *rows(ValueError, OF_REQUESTS, indices=torch.zeros(2, 1, 5)),
+    *rows(ValueError, OF_REQUESTS, indices=torch.zeros(2, 2, 5, dtype=INT32)),
+    *rows(ValueError, "{name} has shape", indices=torch.zeros(2, 5, dtype=INT32)),
+    *rows(ValueError, r"{name} has shape \(3,\)", topk_length=torch.zeros(3, dtype=INT32)),
+    *rows(ValueError, r"{name}\[0\]=-1, but indices has 5", topk_length=torch.tensor([-1, 0], dtype=INT32)),
+    *rows(ValueError, r"{name} has shape \(7,\)", attn_sink=torch.zeros(7)),
+    *rows(NotImplementedError, "{name}=.* second cache", extra_k_cache=zeros(1), extra_topk_length=zeros(1)),
+    *rows(ValueError, "656 bytes per token is not served", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), DECODE)
+def test_decode_refuses_in_a_sentence(change, error, words):
+    given: dict[str, Any] = dict(q=zeros(2, 1, 8, 576), k_cache=zeros(9, 16, 1, 576), block_table=None)
+    given |= dict(cache_seqlens=None, head_dim_v=512, indices=torch.zeros(2, 1, 5, dtype=INT32))
+    with pytest.raises(error, match=words):
+        flash_mla.flash_mla_with_kvcache(**{**given, **change})
