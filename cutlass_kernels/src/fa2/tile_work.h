@@ -25,7 +25,7 @@ struct TileWork {
   int key_end;
   int block_begin;  // KV blocks [block_begin, block_end) hold them
   int block_end;
-  // Of a bit mask. (Latent attention has none, and there the keys that all rows see by its other masks.)
+  // Of a bit mask.
   bool hides;      // whether there may be keys that no row sees
   int bits_begin;  // all rows see keys [bits_begin, bits_end)
   int bits_end;

@@ -78,9 +78,7 @@ struct Tile {
   static constexpr int kRowSum = kRowMax + kGroups * kBlockM * 4;     // floats (group, row)
   // floats (row): what O is multiplied by; at the end of a tile the row's maximum
   static constexpr int kRowFactor = kRowSum + kGroups * kBlockM * 4;
-  // Of keys by slots, bytes (stage, key): whether there is such a slot.
-  static constexpr int kVisible = kRowFactor + kBlockM * 4;
-  static constexpr int kWork = kVisible + kStages * kBlockN;  // the thread block's TileWork
+  static constexpr int kWork = kRowFactor + kBlockM * 4;  // the thread block's TileWork
   static constexpr int kBytes = kWork + 192;
 
   // Named barriers (bar.sync), by ID; 0 is __syncthreads(). From kPairBarrier on, one for each pair of warps that adds

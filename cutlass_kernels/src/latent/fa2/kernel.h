@@ -80,9 +80,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
   // ---- What this warp computes. ----
   const WarpPart<Tile> mine(warp);
   const WarpScores<Element, Tile> scores{
-      params, kept, shared_memory, lane, mine.row_tile, mine.group,
+      params,
+      kept,
+      shared_memory,
+      lane,
+      mine.row_tile,
+      mine.group,
+      tile.mask.lo<true>(tile.row_end - 1),
+      tile.mask.hi<true>(tile.row_begin),
   };
-  scores.begin_largest();
   float o[Tile::kOutRowTiles][Tile::kTilesD][4];  // O (row tile, d tile, fragment)
   CUTE_UNROLL
   for (int i = 0; i < Tile::kOutRowTiles * Tile::kTilesD * 4; ++i) {
@@ -117,8 +123,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
       shared_memory + held(Tile::kP + (mine.out_tile * (Tile::kBlockN / 16) * 32 + lane) * 16));
 
   // ---- Main loop. ----
-  int stage = 0;
-  auto next = keys.copies(last_block - (kStages - 1), kStages - 1, places[kStages - 1]);
+  int stage = 0, next_stage = kStages - 1;
+  auto next = keys.copies(last_block - next_stage, next_stage, places[kStages - 1]);
   CUTE_NO_UNROLL
   for (int i = 0; i < blocks; ++i) {
     cp_async_wait<kStages - 2>();
@@ -140,12 +146,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
-    scores.mask(s, last_block - i, stage);
-    scores.keep_largest(s);
+    scores.mask(s, last_block - i);
     float sums[2];
     scores.write_p(s, softmax, sums);
     ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
-    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax, i + 1 == blocks)), 0)) {
+    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax)), 0)) {
       scores.raise(s, softmax);
       scores.write_p(s, softmax, sums);
       __syncthreads();
@@ -162,8 +167,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
     softmax.partial_sum[0] += sums[0];
     softmax.partial_sum[1] += sums[1];
     products.add_to(o, p);
-    next = keys.copies(last_block - (i + kStages), stage, next_places);
     stage = stage + 1 == kStages ? 0 : stage + 1;
+    next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+    next = keys.copies(last_block - (i + kStages), next_stage, next_places);
   }
 
   // ---- The end of the tile. ----
@@ -209,9 +215,15 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
   const int last_block = tile.block_end - 1;
   const WarpPart<Tile> mine(warp);
   const Scores scores{
-      params, tile, shared_memory, lane, mine.row_tile, mine.group,
+      params,
+      tile,
+      shared_memory,
+      lane,
+      mine.row_tile,
+      mine.group,
+      tile.mask.lo<true>(tile.row_end - 1),
+      tile.mask.hi<true>(tile.row_begin),
   };
-  scores.begin_largest();
   // Q passes through the last two stages, which the O warps fill in turns 0 and 1.
   static_assert(Tile::kQStages <= 2);
   const std::uint32_t shared_q = shared + (Tile::kStages - 2) * Tile::kStageBytes;
@@ -246,9 +258,8 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
     q.scale_back(part);
     add_halves<Tile>(s, part, mine.half, mine.barrier(), sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
     scores.transform(s);
-    scores.mask(s, last_block - i, stage);
-    scores.keep_largest(s);
-    exceeds = scores.exceeds(s, softmax, i + 1 == blocks);
+    scores.mask(s, last_block - i);
+    exceeds = scores.exceeds(s, softmax);
     scores.write_p(s, softmax, sums, i % 2);
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
   }
@@ -259,9 +270,8 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
 
 // By the O warps: loads all keys, computes O and writes it.
 template <class Kv, class Tile, class Store>
-CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile, const Store& make_store,
+CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile, const Store& store,
                                 char* shared_memory, int warp, int lane) {
-  const WarpPart<Tile> mine(warp);
   constexpr int kAhead = Tile::kStages - 2;  // KV blocks
   using Loader = KeyLoader<Tile>;
   const std::uint32_t shared = shared_address(shared_memory);
@@ -288,18 +298,18 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
   for (int i = 0; i < Tile::kOutRowTiles * Tile::kTilesD * 4; ++i) {
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
-  const std::uint32_t v_lane = held(fp8_values<Tile>(shared, lane, mine.column));
-  const std::uint32_t p_lane = held(shared + Tile::kP + (mine.out_tile * (Tile::kBlockN / 16) * 32 + lane) * 16);
-  const float* factors = reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + mine.out_tile * 16;
+  const std::uint32_t v_lane = held(fp8_values<Tile>(shared, lane, store.column));
+  const std::uint32_t p_lane = held(shared + Tile::kP + (store.row_tile * (Tile::kBlockN / 16) * 32 + lane) * 16);
+  const float* factors = reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + store.row_tile * 16;
   using Products = ValueProductsFp8<Kv, Tile>;
   // Turn i issues the copies of block i + kAhead among its products: a burst would stall every ldmatrix behind it.
   // Their addresses are computed at the end of the turn before, from page indices that are read at its beginning.
-  int stage = 0;
+  int stage = 0, next_stage = kAhead + 1;
   auto places = find(kAhead + 1);
   cp_async_wait<kAhead - 1>();
   __syncthreads_or(false);
   copy(kAhead, kAhead, first[kAhead]);
-  auto next = keys.copies(last_block - (kAhead + 1), kAhead + 1, places);
+  auto next = keys.copies(last_block - (kAhead + 1), next_stage, places);
   CUTE_NO_UNROLL
   for (int i = 1; i <= blocks; ++i) {
     cp_async_wait<kAhead - 1>();
@@ -325,13 +335,14 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
       }
     });
     cp_async_commit();
-    next = keys.copies(last_block - (i + kAhead + 1), stage, places);
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+    next_stage = next_stage + 1 == Tile::kStages ? 0 : next_stage + 1;
+    next = keys.copies(last_block - (i + kAhead + 1), next_stage, places);
   }
   cp_async_wait<0>();
   __syncthreads();  // all are done with keys and factors
   __syncthreads();  // maxima and sums are there
-  make_store()(o);
+  store(o);
 }
 
 // Element: of Q and of the output. Kv: of the keys.
@@ -347,20 +358,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) fp8_attention_kernel(__grid
   __syncthreads();
 
   const int role_warp = warp % Tile::kRoleWarps;
-  // Made at the end, from the thread index: the main loops leave no registers for it.
-  const auto make_store = [&] {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    const WarpPart<Tile> part(thread / 32 % Tile::kRoleWarps);
-    return TileStore<Element, Tile>{params,      tile,          shared_memory, thread / 32 % Tile::kRoleWarps,
-                                    thread % 32, part.out_tile, part.column};
-  };
+  const WarpPart<Tile> mine(role_warp);
+  const TileStore<Element, Tile> store{params, tile, shared_memory, role_warp, lane, mine.out_tile, mine.column};
   if (warp < Tile::kRoleWarps) {
     compute_scores<Element, Kv, Tile>(params, tile, shared_memory, role_warp, lane);
   } else {
-    compute_output<Kv, Tile>(params, tile, make_store, shared_memory, role_warp, lane);
+    compute_output<Kv, Tile>(params, tile, store, shared_memory, role_warp, lane);
   }
-  make_store().combine_if_last();
+  store.combine_if_last();
 }
 
 }  // namespace cutlass_kernels::mla::mma_sync

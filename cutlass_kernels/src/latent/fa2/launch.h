@@ -113,7 +113,6 @@ KernelEntry kernel_entry() {
   entry.candidates = std::is_same_v<Element, Kv> ? &candidates : &fp8_candidates;
   entry.refusal = &common_refusal;
   entry.reads_rope = true;
-  entry.reads_slots = true;
   entry.launch = &launch<Element, Kv, kAmpere>;
   return entry;
 }

@@ -4,15 +4,11 @@
 // row of every 32, whose address serves all steps, and a copy is a single instruction. The last step copies the last 64
 // columns, which may lie in a tensor of their own; of 8-bit keys these are 64 bytes, and half of the lanes rest. The
 // page indices of a KV block are read while the block before it in the order of copies is computed.
-//
-// Where entries of the page table are slots, any of them may be none: the lanes that look them up leave in shared
-// memory, with the stage, which keys there are (Tile::kVisible). WarpScores::mask() hides the others.
 #pragma once
 
 #include <cute/config.hpp>
 
 #include <cstdint>
-#include <limits>
 
 #include "common/dependent_launch.h"
 #include "common/ptx/cp_async.h"
@@ -36,13 +32,8 @@ CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
     return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
   };
   const bool found = find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
-  if (!found) return false;
-  tile.begin<Tile, true>(params, position);
-  // Keys that all rows see. With slots, no key is known to be one.
-  const bool by_slots = p.pages.slots_per_page > 0;
-  tile.bits_begin = by_slots ? std::numeric_limits<int>::max() : tile.mask.lo<true>(tile.row_end - 1);
-  tile.bits_end = tile.mask.hi<true>(tile.row_begin);
-  return true;
+  if (found) tile.begin<Tile, true>(params, position);
+  return found;
 }
 
 // The thread block's TileWork in shared memory.
@@ -116,12 +107,6 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
   }
 }
 
-// The thread block's shared memory, whose address takes no register.
-CUTE_DEVICE char* shared_bytes() {
-  extern __shared__ __align__(128) char shared_memory[];
-  return shared_memory;
-}
-
 template <class Tile>
 struct KeyLoader {
   using KeyCopy = RowCopy<Tile::kKeyBytes>;
@@ -129,7 +114,7 @@ struct KeyLoader {
   static constexpr int kRows = Tile::kBlockN / Tile::kRoleWarps / 4;  // of a lane
   static constexpr int kRowStep = Tile::kRoleWarps * 4;
 
-  // The pages, or slots, of a lane's keys of a KV block, -1 for none; of tensors the rows.
+  // The pages of a lane's keys of a KV block, -1 for none; of tensors the rows.
   struct Places {
     int of[kRows];
   };
@@ -184,27 +169,18 @@ struct KeyLoader {
     const bool paged = p.pages.page_size > 0;
     const std::uint32_t end = paged ? params.num_pages : 1u << 31;
     const int bytes = bytes_of_lane(threadIdx.x % 32);
-    auto* const visible = shared_bytes() + Tile::kVisible;
     Copies copies;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const int key = block * Tile::kBlockN + row + r * kRowStep;
-      int page = places.of[r], slot = 0;
-      if (p.pages.slots_per_page > 0) {
-        page = int(params.slots.divide(places.of[r]));
-        slot = places.of[r] - page * p.pages.slots_per_page;
-        // From one barrier to the next, nobody reads this stage.
-        if (bytes == 0) visible[stage * Tile::kBlockN + row + r * kRowStep] = std::uint32_t(page) < end;
-      } else if (paged) {
-        slot = key - int(params.page_size.divide(key)) * p.pages.page_size;
-      }
-      const std::int64_t place = page;
+      const std::int64_t place = places.of[r];
+      const int slot = paged ? key - int(params.page_size.divide(key)) * p.pages.page_size : 0;
       const auto address = [&](const ConstTensorView& view, std::int64_t stride_page) {
         const std::int64_t at = place * (paged ? stride_page : view.stride_token) + slot * view.stride_token;
         return bytes_at(view) + bytes + Tile::kKeyBytes * at;
       };
       copies.of[r] = {to + stage * Tile::kStageBytes + r * kRowStep * Tile::kKeyRowBytes};
-      if (std::uint32_t(page) < end) {
+      if (std::uint32_t(places.of[r]) < end) {
         copies.of[r].latent = address(p.k, p.pages.k_stride_page);
         copies.of[r].rope = p.k_rope.data != nullptr ? address(p.k_rope, p.pages.k_rope_stride_page)
                                                      : copies.of[r].latent + Tile::kKeyBytes * kLatentDim;

@@ -49,6 +49,7 @@ struct WarpScores {
   int lane;
   int row_tile;
   int group;
+  int all_begin, all_end;  // every row of the tile sees keys [all_begin, all_end)
 
   CUTE_DEVICE int row(int r) const { return row_tile * 16 + r * 8 + lane / 4; }
   CUTE_DEVICE int first_key() const { return group * kTilesN * 8; }
@@ -70,12 +71,10 @@ struct WarpScores {
     }
   }
 
-  // `stage`: where the keys of the block are.
-  CUTE_DEVICE void mask(Fragments& s, int block, int stage) const {
+  CUTE_DEVICE void mask(Fragments& s, int block) const {
     const int first = block * Tile::kBlockN;
-    if (__builtin_expect(first >= tile.bits_begin && first + Tile::kBlockN <= tile.bits_end, 1)) return;
+    if (__builtin_expect(first >= all_begin && first + Tile::kBlockN <= all_end, 1)) return;
     __syncwarp();  // keeps this a branch
-    if (params.attention.pages.slots_per_page > 0) return hide_missing(s, stage);
     const int key0 = first + first_key() + lane % 4 * 2;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -87,19 +86,6 @@ struct WarpScores {
       for (int i = 0; i < kTilesN * 2; ++i) {
         mask_unless_below(s[i / 2][r * 2 + i % 2], from_lo + (i / 2 * 8 + i % 2), extent);
       }
-    }
-  }
-
-  // Of keys by slots: those that are no slots, or not of this KV split (KeyLoader::copies()). All rows see the others.
-  CUTE_DEVICE void hide_missing(Fragments& s, int stage) const {
-    const auto* visible =
-        reinterpret_cast<const std::uint16_t*>(shared + Tile::kVisible + stage * Tile::kBlockN + first_key()) +
-        lane % 4;
-    CUTE_UNROLL
-    for (int i = 0; i < kTilesN; ++i) {
-      const std::uint32_t pair = visible[i * 4];
-      CUTE_UNROLL
-      for (int e = 0; e < 4; ++e) mask_unless_bit(s[i][e], pair, e % 2 * 8);
     }
   }
 
@@ -147,54 +133,35 @@ struct WarpScores {
     }
   }
 
-  // The largest s of the row that this warp has seen.
-  CUTE_DEVICE float* largest(int r) const { return row_values(Tile::kRowMax) + group * Tile::kBlockM + row(r); }
-
-  // Of max_logits, all KV blocks count, and m ends as the maximum: the last block always raises it.
-  CUTE_DEVICE bool wants_largest() const { return __builtin_expect(params.attention.max_logits != nullptr, 0); }
-  CUTE_DEVICE void begin_largest() const {
-    if (wants_largest() && lane % 4 == 0) *largest(0) = *largest(1) = -INFINITY;
-  }
-  CUTE_DEVICE void keep_largest(const Fragments& s) const {
-    if (wants_largest()) write_largest<true>(s);
-  }
-  template <bool kKeeps>
-  CUTE_DEVICE void write_largest(const Fragments& s) const {
-    float row_max[2];
-    take_max(s, row_max);
-    OnlineSoftmax<2>::reduce_max(row_max);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      if (lane % 4 == 0) *largest(r) = kKeeps ? fmaxf(*largest(r), row_max[r]) : row_max[r];
-    }
-  }
-
   // Whether m of some row must be raised.
-  CUTE_DEVICE bool exceeds(const Fragments& s, const OnlineSoftmax<2>& softmax, bool is_last) const {
+  CUTE_DEVICE static bool exceeds(const Fragments& s, const OnlineSoftmax<2>& softmax) {
     float thread_max[2];
     take_max(s, thread_max);
-    return softmax.exceeds(thread_max) || (is_last && wants_largest());
+    return softmax.exceeds(thread_max);
   }
 
   // Raises m of rows beyond their headroom, by all warps that compute scores. Leaves at kRowFactor what O is to be
   // multiplied by.
   CUTE_DEVICE void raise(const Fragments& s, OnlineSoftmax<2>& softmax) const {
-    if (!wants_largest()) write_largest<false>(s);
-    sync();
-    const float* maxima = row_values(Tile::kRowMax);
     float row_max[2];
+    take_max(s, row_max);
+    OnlineSoftmax<2>::reduce_max(row_max);
+    float* maxima = row_values(Tile::kRowMax);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      row_max[r] = maxima[row(r)];
+      if (lane % 4 == 0) maxima[group * Tile::kBlockM + row(r)] = row_max[r];
+    }
+    sync();
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int other = 1; other < Tile::kGroups; ++other) {
+      for (int other = 0; other < Tile::kGroups; ++other) {
         row_max[r] = fmaxf(row_max[r], maxima[other * Tile::kBlockM + row(r)]);
       }
     }
-    const auto leave_factor = [&](int r, float factor) {
+    softmax.raise(row_max, [&](int r, float factor) {
       if (group == 0 && lane % 4 == 0) row_values(Tile::kRowFactor)[row(r)] = factor;
-    };
-    softmax.raise(row_max, leave_factor, wants_largest() ? 0.0f : OnlineSoftmax<2>::kHeadroom);
+    });
   }
 
   // Maxima and sums of the rows, for TileStore.

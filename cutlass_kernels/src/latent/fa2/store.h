@@ -92,8 +92,8 @@ struct TileStore {
     for (int row = int(threadIdx.x) / 32; row < Tile::kBlockM; row += Tile::kWarps) {
       const PlaceOfRow place(params, tile, row);
       if (!place.exists) break;
-      store_row<Element, true>(p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
-                               work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
+      store_row<Element>(p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
+                         work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
     }
   }
 
@@ -148,8 +148,9 @@ struct TileStore {
     float factor = p.v_scale * scale_of(p.output_scale, work.batch, head);
     const FinishedRow finished = finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
     const float scale = finished.scale(factor);
-    if (place.exists && column == 0 && lane % 4 == 0) {
-      write_row_stats(p, finished, m, sum, std::int64_t(work.q_begin) + tile.row_begin + place.token, head);
+    if (p.lse != nullptr && place.exists && column == 0 && lane % 4 == 0) {
+      const std::int64_t token = std::int64_t(work.q_begin) + tile.row_begin + place.token;
+      p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
     char* out = staged() + (r * 8 + lane / 4) * kPitch;
     CUTE_UNROLL

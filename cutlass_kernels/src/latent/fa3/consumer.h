@@ -121,7 +121,7 @@ struct Consumer {
 
   // Hides keys that are no slots. All rows see the others.
   CUTE_DEVICE void hide_missing(float (&s)[kN / 2], int block) const {
-    const std::uint32_t(&words)[2] = shared.listed[stage_of<Tile>(block)];
+    const std::uint32_t (&words)[2] = shared.listed[stage_of<Tile>(block)];
     const std::uint32_t listed[2] = {words[0], words[1]};
     if ((listed[0] & listed[1]) == 0xffffffffu) return;
     __syncwarp();  // keeps this a branch
@@ -209,7 +209,7 @@ struct Consumer {
   CUTE_DEVICE void read_other(std::uint32_t (&p)[kN / 4], int block) const {
     CUTE_UNROLL
     for (int step = 0; step < kN / 16; ++step) {
-      ldmatrix_x4(reinterpret_cast<std::uint32_t(&)[4]>(p[4 * step]), p_address(block, step));
+      ldmatrix_x4(reinterpret_cast<std::uint32_t (&)[4]>(p[4 * step]), p_address(block, step));
     }
   }
 

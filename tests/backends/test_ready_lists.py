@@ -1,0 +1,52 @@
+"""Lists of keys that the compiled module leaves to Python become lists that it takes (a stand-in for a GPU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cutlass_kernels._attend import checked_calls
+from cutlass_kernels._core.call_table import Call
+
+INT32, BF16 = torch.int32, torch.bfloat16
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=INT32)
+
+
+def values_of(k: torch.Tensor, **others: Any) -> dict[str, Any]:
+    return dict(k=k, v=k[..., :512], **others)
+
+
+def call(**changes: Any) -> Call:
+    given = values_of(torch.zeros(10, 16, 1, 576, dtype=BF16), q=torch.zeros(6, 16, 576, dtype=BF16), sm_scale=0.1)
+    given |= dict(kv_indices_per_token=ints(6, 1, 40), topk_length=ints(6), max_logits=torch.zeros(6, 16))
+    return Call(**given | changes, return_lse=True, flash_mla_lse=True)
+
+
+REQUESTS = torch.zeros(3, 2, 16, 576, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        dict(topk_length=None, max_logits=None),
+        dict(q=REQUESTS, topk_length=ints(3)),
+        dict(q=REQUESTS, k_descale=torch.ones(3, 1), v_descale=torch.ones(3, 1)),
+        dict(kv_indices_per_token=ints(6, 1, 80)[..., ::2]),
+        dict(kv_indices_per_token=ints(1, 1, 40).expand(6, -1, -1)),
+        dict(topk_length=ints(12)[::2]),
+        dict(max_logits=torch.zeros(6, 20)[:, :16]),
+        dict(max_seqlen_q=1, max_seqlen_k=40),
+        dict(window=[-1, -3], causal=0),
+        values_of(torch.zeros(1, 160, 576, dtype=BF16), kv_layout="HND"),
+    ],
+    ids=lambda change: "-".join(change) or "as it is",
+)
+def test_what_is_checked_is_taken(gpu, change):
+    ready = checked_calls.checked(call(**change))
+    assert gpu.accepts(gpu.module.attention, *ready[:-2], None, ready.backend, planned=True)
