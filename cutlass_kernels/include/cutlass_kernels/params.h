@@ -190,9 +190,9 @@ struct TensorParams {
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;
-  /// Whether the LSE is as FlashMLA has it: without sinks, and +inf for a row that sees no key. For latent attention.
+  /// Whether the LSE is as FlashMLA has it: without sinks, and +inf for a row that sees no key. For keys by slots.
   bool flash_mla_lse = false;
-  /// Optional [total_q, num_qo_heads], contiguous, for latent attention: the largest logit of each row, in natural
+  /// Optional [total_q, num_qo_heads], contiguous, for keys by slots: the largest logit of each row, in natural
   /// units and without its sink; -inf where it sees no key.
   float* max_logits = nullptr;
 };

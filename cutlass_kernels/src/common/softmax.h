@@ -151,15 +151,18 @@ struct FinishedRow {
 // Adds the sink of `head` to a row's denominator. Where there is one, rescale(weight) is called: O, or the factor that
 // stands for it, is to be multiplied by `weight`. `sinks`, in natural-log units, may be null.
 //
+// kInfinite: a sink of +inf leaves a row an output of 0. Without, such a row is NaN.
+//
 // (A pointer to the head's sink, or a returned weight, makes ptxas order the main loop of fa2's large tiles anew.)
-template <class Rescale>
+template <bool kInfinite = false, class Rescale>
 CUTE_DEVICE FinishedRow finish_row(float m, float sum, const float* sinks, int head, Rescale&& rescale) {
   if (sinks != nullptr) {
     const float top = fmaxf(m, sinks[head] * kLog2e);
     if (top > -INFINITY) {
       const float weight = exp2_approx(m - top);
       // The product is not rounded before the difference: at 2e5 that would be an error of 1 %.
-      sum = sum * weight + exp2_approx(fmaf(sinks[head], kLog2e, -top));
+      const float of_sink = exp2_approx(fmaf(sinks[head], kLog2e, -top));
+      sum = sum * weight + (kInfinite && top == INFINITY ? 1.0f : of_sink);
       rescale(weight);
       m = top;
     }

@@ -52,7 +52,6 @@ inline void set_pages(int kv_bytes, KernelParams* kernel_params) {
                        kv_bytes * view.stride_token, kv_bytes * view.stride_head};
   };
   kernel_params->page_size = FastDivisor(std::uint32_t(pages.page_size));
-  kernel_params->slots = FastDivisor(std::uint32_t(std::max(pages.slots_per_page, 1)));
   kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
   kernel_params->paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
   const std::int32_t* v_indices = pages.v_indices != nullptr ? pages.v_indices : pages.indices;

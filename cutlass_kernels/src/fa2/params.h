@@ -38,7 +38,6 @@ struct KernelParams {
   GeneralTransform general;
   bool transforms;  // whether it does anything to q.k
   RowStats stats;
-  FastDivisor slots;  // by PageTable::slots_per_page, where entries of the page table are slots; else by 1
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -42,7 +42,8 @@ inline Status make_units(const char* name, const PagesOfMatrix& pages, const Pag
   if (most < 0 || (page > 0 && table.num_pages - 1 > most / page)) {
     return Status::invalid("fa3 counts places of rows in 32 bits: " + std::to_string(table.num_pages) + " pages of " +
                            name + ", " + std::to_string(pages.page_bytes) + " bytes apart, and slots " +
-                           std::to_string(slot_bytes) + " bytes apart are too many. Use backend='fa2'.");
+                           std::to_string(slot_bytes) + " bytes apart are too many. " +
+                           (table.slots_per_page > 0 ? "Split the cache." : "Use backend='fa2'."));
   }
   *units = {std::uint32_t(unit), std::uint32_t(page), std::uint32_t(slot)};
   return Status::success();

@@ -127,7 +127,7 @@ CUTE_DEVICE void store_four(const LaunchParams& p, std::int64_t element, const f
   }
 }
 
-// Of latent attention, by one thread: the LSE of a row, and the largest of its logits. m, in base 2, is that logit where
+// Of latent attention, by one thread: the LSE of a row, and the largest of its logits. m, in base 2, is that logit if
 // it is wanted; m and sum are without the sink.
 CUTE_DEVICE void write_row_stats(const LaunchParams& p, const FinishedRow& finished, float m, float sum,
                                  std::int64_t token, int head) {
@@ -145,7 +145,7 @@ CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& co
   const int lane = threadIdx.x % 32;
   float factor = p.v_scale * scale_of(p.output_scale, batch, head);
   const FinishedRow finished =
-      finish_row(combined.m, combined.sum, p.sinks, head, [&](float weight) { factor *= weight; });
+      finish_row<kLatent>(combined.m, combined.sum, p.sinks, head, [&](float weight) { factor *= weight; });
   const float scale = finished.scale(factor);
   const std::int64_t first = token * p.o.stride_token + head * p.o.stride_head;
   CUTE_UNROLL

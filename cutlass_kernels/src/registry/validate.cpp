@@ -44,7 +44,8 @@ std::string unknown_pages(const AttentionParams& params) {
     if (pages.table_width > 0 && pages.indices == nullptr) {
       return "table_width=" + number(pages.table_width) + " pages, but indices is null.";
     }
-    if (params.kv_indptr == nullptr && params.seqused_k == nullptr && params.max_kv_len == 0) {
+    if (params.kv_indptr == nullptr && params.seqused_k == nullptr && params.max_kv_len == 0 &&
+        pages.slots_per_page == 0) {
       return "A page table needs lengths, but there is neither kv_indptr nor seqused_k, nor a "
              "max_kv_len that every request has.";
     }
@@ -83,9 +84,13 @@ std::string impossible_shard(const AttentionParams& params) {
 /// that no mask may depend on them.
 std::string impossible_slots(const AttentionParams& params) {
   const PageTable& pages = params.pages;
+  if (pages.slots_per_page == 0) {
+    if (params.max_logits == nullptr && !params.flash_mla_lse) return "";
+    return std::string(params.max_logits != nullptr ? "max_logits" : "flash_mla_lse") +
+           " is for keys by slots: set slots_per_page, or leave it out.";
+  }
   const std::string slots = "slots_per_page=" + number(pages.slots_per_page);
   if (pages.slots_per_page < 0) return slots + " must not be negative; 0 means that indices are page numbers.";
-  if (pages.slots_per_page == 0) return "";
   if (pages.page_size != 1) {
     return slots + " with page_size=" + number(pages.page_size) +
            ": an entry of indices then names one key. Set page_size to 1.";
@@ -98,19 +103,17 @@ std::string impossible_slots(const AttentionParams& params) {
            (params.qo_indptr != nullptr ? "qo_indptr is given" : "max_qo_len=" + number(params.max_qo_len)) +
            ": make each row a request, set max_qo_len to 1 and leave qo_indptr null.";
   }
-  for (const auto& [is_given, mask] :
-       {std::pair(params.causal, std::string("causal")),
-        std::pair(params.window_left >= 0, "window_left=" + number(params.window_left)),
-        std::pair(params.window_right >= 0, "window_right=" + number(params.window_right)),
-        std::pair(params.chunk_size != 0, "chunk_size=" + number(params.chunk_size)),
-        std::pair(params.kv_shard.world > 1, "kv_shard.world=" + number(params.kv_shard.world)),
-        std::pair(params.mask.words != nullptr, std::string("a bit mask")),
-        std::pair(params.alibi.slopes != nullptr, std::string("ALiBi"))}) {
-    if (is_given) {
-      return slots + " cannot be used with " + mask +
-             ": listed keys have no positions. Leave keys that a row must not see out of its indices.";
-    }
-  }
+  const auto beside = [&](const std::string& mask) {
+    return slots + " cannot be used with " + mask +
+           ": listed keys have no positions. Leave keys that a row must not see out of its indices.";
+  };
+  if (params.causal) return beside("causal");
+  if (params.window_left >= 0) return beside("window_left=" + number(params.window_left));
+  if (params.window_right >= 0) return beside("window_right=" + number(params.window_right));
+  if (params.chunk_size != 0) return beside("chunk_size=" + number(params.chunk_size));
+  if (params.kv_shard.world > 1) return beside("kv_shard.world=" + number(params.kv_shard.world));
+  if (params.mask.words != nullptr) return beside("a bit mask");
+  if (params.alibi.slopes != nullptr) return beside("ALiBi");
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (pages.num_pages > kMost / pages.slots_per_page) {
     return "num_pages=" + number(pages.num_pages) + " of " + slots + " are more than the " + number(kMost) +

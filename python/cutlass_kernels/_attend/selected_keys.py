@@ -75,11 +75,12 @@ def _indices(x: Any, rows: int, num_kv_heads: int, device: torch.device) -> torc
     if x.dim() != 3 or tuple(x.shape[:2]) != (rows, num_kv_heads) or x.dtype != torch.int32:
         raise ValueError(
             f"kv_indices_per_token has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor "
-            f"[{rows}, {num_kv_heads}, K], the keys of {rows} query rows for each of {num_kv_heads} key heads."
+            f"[{rows}, {num_kv_heads}, K]: query rows, key heads, keys per row."
         )
     checks.same_device(device, kv_indices_per_token=x)
-    apart = x.stride(2) == 1 and x.stride(0) >= x.size(2)
-    return x if apart or x.numel() == 0 else x.contiguous()
+    # Kernels read lists of consecutive indices, whose places in the tensor are numbers of 31 bits.
+    readable = x.stride(2) == 1 and x.stride(0) >= x.size(2) and rows * x.stride(0) < 2**31
+    return x if readable or x.numel() == 0 else x.contiguous()
 
 
 def _lengths(x: Any, rows: int, batch: int, width: int, device: torch.device) -> torch.Tensor | None:
@@ -98,8 +99,8 @@ def _lengths(x: Any, rows: int, batch: int, width: int, device: torch.device) ->
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             raise ValueError(
-                f"topk_length[{at}]={int(x[at])}, but kv_indices_per_token has {width} indices of each row: lengths "
-                "lie between 0 and that."
+                f"topk_length[{at}]={int(x[at])} must lie between 0 and {width}, the number of "
+                "kv_indices_per_token per row."
             )
     return (x if x.numel() == rows else _repeated(x, rows // batch)).contiguous()
 

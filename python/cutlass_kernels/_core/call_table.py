@@ -75,7 +75,7 @@ class Call(NamedTuple):
         torch.Tensor | None,
         "int32 ``[rows, Hkv, K]``, the keys that each query row sees, in place of all those of its request: slots of "
         "the cache, ``page * page_size + offset``, or rows of ``[tokens, Hkv, D]``. In any order; one that is listed "
-        "twice counts twice; an index that is no slot, such as -1, is none. For latent attention.",
+        "twice counts twice; out-of-range indices, such as -1, are ignored. For latent attention.",
     ] = None
     topk_length: Annotated[
         torch.Tensor | None,
@@ -84,7 +84,8 @@ class Call(NamedTuple):
     max_logits: Annotated[
         torch.Tensor | None,
         "fp32 ``[rows, Hq]``, where to write the largest logit of each row, in natural units and without its sink; "
-        "-inf where a row sees no key. For latent attention by ``kv_indices_per_token``.",
+        "-inf where a row sees no key. Outputs and LSEs with and without it differ by rounding. For latent attention "
+        "by ``kv_indices_per_token``.",
     ] = None
     causal: Annotated[bool, ...] = False
     window: Annotated[tuple[int, int], ...] = (-1, -1)

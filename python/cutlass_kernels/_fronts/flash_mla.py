@@ -125,8 +125,8 @@ def flash_mla_with_kvcache(
         causal: whether rows see only keys up to their own position. Not with ``indices``.
         is_fp8_kvcache: a uint8 cache of 576 columns is then read as float8_e4m3fn. FlashMLA's format of 656 bytes per
             token is refused.
-        indices: int32 ``[batch, rows, topk]``, the keys of each row: ``page * page_size + offset``. Others, such as -1,
-            are none.
+        indices: int32 ``[batch, rows, topk]``, the keys of each row: ``page * page_size + offset``. Out-of-range
+            indices, such as -1, are ignored.
         attn_sink: float32 ``[num_heads]``, with ``indices``. Multiplies the output by
             ``exp(lse) / (exp(lse) + exp(attn_sink))``. The LSE is that without it.
         topk_length: int32 ``[batch]``, with ``indices``: only the leftmost so many of a row count.
@@ -239,8 +239,8 @@ def flash_mla_sparse_fwd(
     Args:
         q: ``[s_q, num_heads, 576]``; float16, bfloat16 or float8_e4m3fn.
         kv: ``[s_kv, 1, 576]``, the values being its first ``d_v`` columns. The dtype of q, or float8_e4m3fn.
-        indices: int32 ``[s_q, 1, topk]``, rows of kv that each query row sees. Others, such as -1, are none. One that
-            is listed twice counts twice.
+        indices: int32 ``[s_q, 1, topk]``, rows of kv that each query row sees. Out-of-range indices, such as -1, are
+            ignored. One that is listed twice counts twice.
         sm_scale: scale of the logits.
         d_v: 512.
         attn_sink: float32 ``[num_heads]``. Multiplies the output by ``exp(lse) / (exp(lse) + exp(attn_sink))``. Largest

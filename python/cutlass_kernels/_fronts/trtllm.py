@@ -243,7 +243,7 @@ def trtllm_batch_context_with_kv_cache(
 
 _LATENT = "trtllm_batch_decode_with_kv_cache_mla"
 _BACKENDS = ("auto", "trtllm-gen", "xqa", "cute-dsl")
-_SPARSE = "sparse attention is not served. Leave it out for all keys of the block tables."
+_SPARSE = "call attention(kv_indices_per_token=) for selected keys, or leave it out for all keys of the block tables."
 _SHARDS = "call attention(kv_shard=(world, rank, 1)), with the keys on all ranks as seqused_k."
 _OF_LATENT = {
     **dict.fromkeys(("sparse_mla_top_k", "sparse_mla_top_k_lens"), _SPARSE),

@@ -177,6 +177,7 @@ struct Consumer {
     for (int i = 0; i < kN / 2; ++i) row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[i]);
     Softmax::reduce_max(row_max);
     if constexpr (Tile::kBySlots) {
+      CUTE_UNROLL
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], row_max[r]);
     }
     softmax.raise(row_max, [&](int r, float by) { factor[r] = by; });

@@ -12,6 +12,8 @@
 //   warp 3  K, odd      <-k_empty--                                ------>  1: S of odd blocks, right half of O
 //                                    P in the ninth panel of K     <----->  to the other warpgroup
 //
+// Of keys by slots, warps 2 and 3 copy half of each block (gather_slots.h), and registers are 56 and 224.
+//
 // consumer.h has the order in which warpgroups compute, shared_memory.h says of each barrier who arrives and who waits.
 //
 // Numbers. Shared memory: Q 72 KB, K 2 x 72 KB, 221 KB of 227 in all with the rest. Registers: 168 per thread at

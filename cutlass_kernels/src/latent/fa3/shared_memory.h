@@ -69,7 +69,7 @@ struct Shared {
   RowState states[2][64];                        // (warpgroup, row)
   float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
   // Of keys by slots.
-  std::uint32_t listed[Tile::kStages][2];  // a bit per key: whether there is such a slot
+  std::uint32_t listed[Tile::kStages][2];  // (stage, half of the keys), a bit per key: whether there is such a slot
   float largest[2][2][64];                 // (parity of the tile, warpgroup, row): the largest s
 
   Job jobs[kJobBuffers];

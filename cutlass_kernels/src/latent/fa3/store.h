@@ -75,8 +75,8 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, con
   for (int r = 0; r < 2; ++r) {
     const OutputRow to = output_row(params, job, first_row + r * 8 + lane / 4);
     float factor = p.v_scale;
-    const FinishedRow finished =
-        finish_row(m[r], sums[r], p.sinks, to.exists ? to.head : job.head, [&](float weight) { factor *= weight; });
+    const FinishedRow finished = finish_row<Tile::kBySlots>(m[r], sums[r], p.sinks, to.exists ? to.head : job.head,
+                                                            [&](float weight) { factor *= weight; });
     scales[r] = finished.scale(factor);
     is_empty[r] = finished.is_empty || !to.exists;  // rows of Q that are never loaded stay zeros
     if (kHalf == 0 && to.exists && lane % 4 == 0) {
