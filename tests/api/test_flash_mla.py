@@ -116,11 +116,11 @@ def test_both_functions_are_attention(device):
 
 
 @DEVICES
-@every(bytes_=[False, True], queries=[torch.bfloat16, E4M3])
+@every(bytes_=[None, torch.uint8, torch.int8], queries=[torch.bfloat16, E4M3])
 def test_caches_of_e4m3(device, bytes_, queries):
     problem = make(4, 8, 70, device, kv_dtype=E4M3)
     problem.q = problem.q.to(queries)
-    cache = problem.cache.view(torch.uint8) if bytes_ else problem.cache
+    cache = problem.cache.view(bytes_) if bytes_ else problem.cache
     given = dataclasses.replace(problem, cache=cache)
     one, half = torch.ones(1, device=device), torch.full((1,), 0.5, device=device)
     out, lse = decode(given, 2, is_fp8_kvcache=True, descale_q=one, descale_k=half)
@@ -204,7 +204,9 @@ PREFILL: list[Row] = [
     *rows(TypeError, "sm_scale='x'", sm_scale="x"),
     *rows(TypeError, "{name} is NoneType", q=None, kv=None, indices=None),
     *rows(ValueError, "q has head_dim 576 and kv 512", kv=zeros(9, 1, 512)),
-    *rows(ValueError, r"topk_length\[1\]=6, but indices has 5", topk_length=torch.tensor([1, 6, 1, 1], dtype=INT32)),
+    *rows(
+        ValueError, r"topk_length\[1\]=6 must lie between 0 and 5", topk_length=torch.tensor([1, 6, 1, 1], dtype=INT32)
+    ),
 ]
 
 
@@ -222,10 +224,13 @@ DECODE: list[Row] = [
     *rows(ValueError, OF_REQUESTS, indices=torch.zeros(2, 2, 5, dtype=INT32)),
     *rows(ValueError, "{name} has shape", indices=torch.zeros(2, 5, dtype=INT32)),
     *rows(ValueError, r"{name} has shape \(3,\)", topk_length=torch.zeros(3, dtype=INT32)),
-    *rows(ValueError, r"{name}\[0\]=-1, but indices has 5", topk_length=torch.tensor([-1, 0], dtype=INT32)),
+    *rows(ValueError, r"{name}\[0\]=-1 must lie between 0 and 5", topk_length=torch.tensor([-1, 0], dtype=INT32)),
     *rows(ValueError, r"{name} has shape \(7,\)", attn_sink=torch.zeros(7)),
     *rows(NotImplementedError, "{name}=.* second cache", extra_k_cache=zeros(1), extra_topk_length=zeros(1)),
-    *rows(ValueError, "656 bytes per token is not served", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
+    *rows(NotImplementedError, "656 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
+    *rows(NotImplementedError, "656 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 656).to(E4M3)),
+    *rows(NotImplementedError, "584 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 584).to(E4M3)),
+    *rows(ValueError, "{name} has dtype torch.int8 and shape", k_cache=torch.zeros(9, 64, 1, 600, dtype=torch.int8)),
 ]
 
 

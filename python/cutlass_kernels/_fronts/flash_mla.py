@@ -18,6 +18,7 @@ Scale = float | torch.Tensor | None
 
 _NAME = "flash_mla_with_kvcache"
 _EXTRA = "a second cache, as DeepSeek V4 has, is not served. Leave it out for the keys of one cache."
+_RECORDS = (656, 584, 528, 352, 288)  # bytes per token of FlashMLA's quantised caches
 _LSE = dict(return_lse=True, lse_base=math.e)
 _pack_dense = call_table.packer(
     "q k v page_table seqused_k causal sm_scale q_descale k_descale v_descale out schedule", **_LSE
@@ -123,8 +124,8 @@ def flash_mla_with_kvcache(
         num_splits: not used.
         softmax_scale: default ``1 / sqrt(576)``; DeepSeek's models need ``1 / sqrt(192)`` times their own factor.
         causal: whether rows see only keys up to their own position. Not with ``indices``.
-        is_fp8_kvcache: a uint8 cache of 576 columns is then read as float8_e4m3fn. FlashMLA's format of 656 bytes per
-            token is refused.
+        is_fp8_kvcache: a cache of 576 uint8 or int8 columns is then read as float8_e4m3fn. FlashMLA's formats of 656
+            and 584 bytes per token are refused.
         indices: int32 ``[batch, rows, topk]``, the keys of each row: ``page * page_size + offset``. Out-of-range
             indices, such as -1, are ignored.
         attn_sink: float32 ``[num_heads]``, with ``indices``. Multiplies the output by
@@ -199,12 +200,18 @@ def _check_dense(q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sin
 
 def _cache(q: torch.Tensor, k_cache: torch.Tensor, is_fp8: bool) -> torch.Tensor:
     """The cache in the type of its elements."""
-    if k_cache.dtype == torch.uint8 and is_fp8 and k_cache.size(-1) == q.size(-1):
+    columns, is_bytes = k_cache.size(-1), k_cache.dtype in (torch.uint8, torch.int8)
+    if columns in _RECORDS and (is_bytes or k_cache.dtype in FP8_DTYPES):
+        raise NotImplementedError(
+            f"k_cache has {columns} bytes per token, a format of FlashMLA that is not served: pass 16 bits, or "
+            f"float8_e4m3fn of {q.size(-1)} columns with one scale, descale_k."
+        )
+    if is_bytes and is_fp8 and columns == q.size(-1):
         return k_cache.view(torch.float8_e4m3fn)
-    if k_cache.dtype == torch.uint8:
+    if is_bytes:
         raise ValueError(
-            f"k_cache has dtype torch.uint8 and shape {tuple(k_cache.shape)}: pass float8_e4m3fn of {q.size(-1)} "
-            "columns, or such bytes with is_fp8_kvcache=True. FlashMLA's cache of 656 bytes per token is not served."
+            f"k_cache has dtype {k_cache.dtype} and shape {tuple(k_cache.shape)}: pass float8_e4m3fn of {q.size(-1)} "
+            "columns, or such bytes with is_fp8_kvcache=True."
         )
     if is_fp8 and k_cache.dtype not in FP8_DTYPES:
         raise ValueError(f"is_fp8_kvcache=True, but k_cache has dtype {k_cache.dtype}: leave it out.")
