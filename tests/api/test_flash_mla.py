@@ -182,8 +182,9 @@ def test_names_and_positions():
 
 
 def test_the_module_stands_in_for_flash_mla(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
-    found = importlib.import_module("flash_mla")
+    for name in ("flash_mla", "flash_mla.flash_mla_interface"):
+        monkeypatch.setitem(sys.modules, name, flash_mla)
+    found = importlib.import_module("flash_mla.flash_mla_interface")
     problem = make(3, 4, 20)
     for x, y in zip(
         found.flash_mla_sparse_fwd(problem.q, problem.cache.flatten(0, 1), problem.indices, SCALE), prefill(problem)

@@ -69,7 +69,11 @@ def test_metadata_as_engines_keep_it():
     metadata.tile_scheduler_metadata, metadata.num_splits = torch.zeros(1, 8), torch.zeros(4)
     metadata, none = get_mla_metadata()
     assert isinstance(metadata, FlashMLASchedMeta) and none is None
+    assert not metadata.have_initialized
     metadata.tile_scheduler_metadata = torch.zeros(1, 8)
+    problem = make([1, 1], [30, 9], 4, 16)
+    flash(problem, metadata, none)
+    assert metadata.have_initialized
     for given, named in (((), dict(topk=64)), ((), dict(topk=2048)), ((16, False, 64), {})):  # of sparse calls
         metadata, splits = get_mla_metadata(lens, 16, 1, *given, **named)
         assert metadata.shape == (1, 8) and splits.shape == (4,)

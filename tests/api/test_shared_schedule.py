@@ -162,7 +162,9 @@ def test_flash_mla_shares_it_by_its_metadata():
     def call(layer: Any) -> Any:
         return flash_mla_with_kvcache(*layer, table, lens, 512, metadata, causal=True)
 
+    assert not metadata.have_initialized
     assert len(kernels(lambda: [call(layer) for layer in layers])) == 1
+    assert metadata.have_initialized
     for layer in layers:
         assert_bitwise(call(layer)[0], attend(*layer, **shared)[0])
 

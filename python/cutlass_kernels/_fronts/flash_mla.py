@@ -41,7 +41,8 @@ class FlashMLASchedMeta:
     """What engines keep of ``get_mla_metadata()`` and pass to layers of a step: its schedule, made by the first.
 
     As FlashMLA's, it serves calls of the same sizes and lengths, and follows new lengths in CUDA graphs that captured
-    its first call. Its attributes may be assigned, as vLLM does; nothing reads them.
+    its first call. Its attributes may be assigned, as vLLM does; nothing reads them. ``have_initialized`` says whether
+    a call has used it; ``config``, ``tile_scheduler_metadata`` and ``num_splits`` stay None, as there is nothing else.
     """
 
     have_initialized: bool = False
@@ -55,7 +56,7 @@ def _schedule_of(metadata: Any) -> Schedule | None:
     if is_traced() or not isinstance(metadata, FlashMLASchedMeta):
         return None
     if metadata.schedule is None:
-        metadata.schedule = Schedule()
+        metadata.schedule, metadata.have_initialized = Schedule(), True
     return metadata.schedule
 
 
