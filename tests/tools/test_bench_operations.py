@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import types
@@ -14,17 +15,19 @@ import report as reporting
 import torch
 from backend import module
 from inputs import make_inputs
-from operations import OPERATIONS, WORKLOADS, block_sparse, mla_decode, prefill
+from operations import OPERATIONS, WORKLOADS, block_sparse, mla_decode, mla_sparse, prefill
 from operations.append_by_slot import Append
 from operations.block_sparse import BlockSparse
 from operations.fused import Fused
 from operations.merge import Merge, expect_merged, make_states
 from operations.mla_decode import MlaDecode
+from operations.mla_sparse import MlaSparse
 from operations.rope import Rope
 from operations.shared_prefix import SharedPrefix
 from problem import Problem, random_mask, with_pages
 
 import cutlass_kernels as ck
+from cutlass_kernels import flash_mla
 
 CPU = torch.device("cpu")
 MLA = OPERATIONS["mla_decode"]
@@ -132,6 +135,7 @@ def decode(batch: int, page_size: int) -> Problem:
 
 
 PREFIX = SharedPrefix(Problem("g", "c", (1,) * 3, (43,) * 3, 4, 2, 16, 16, page_size=4), 32)
+SELECTED = MlaSparse(Problem("g", "c", (7,), (50,), 4, 1, 576, 512, causal=False, sinks=True), 9)
 LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"]
 
 
@@ -156,6 +160,7 @@ COLUMNS: list[tuple[str, Any, list[str], Any]] = [
     ),
     *(("fused", packed(layout), ["auto"], None) for layout in LAYOUTS),
     ("shared_prefix", PREFIX, ["levels", "shared", "plain", "copies"], None),
+    ("mla_sparse", SELECTED, ["auto", "reference"], None),
     *(("decode", decode(*sizes), ["reference"], None) for sizes in ((1, 0), (3, 16))),
 ]
 
@@ -214,6 +219,7 @@ def test_a_peer_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch
     pages = Problem("g", "", (7, 1), (40, 33), 4, 2, 16, 16, page_size=16)
     columns = [(PREFILL[f"flashinfer_{name}"], pages, "flashinfer") for name in ("fa2", "fa3")]
     columns.append((MLA.backends["flash_mla"], latent(1), "flash_mla"))
+    columns.append((OPERATIONS["mla_sparse"].backends["flash_mla"], SELECTED, "flash_mla"))
     for column, case, name in columns:
         monkeypatch.setitem(sys.modules, name, None)
         module.cache_clear()
@@ -288,6 +294,48 @@ def test_an_fp8_cache_that_no_kernel_reads_is_not_measured(monkeypatch: pytest.M
     assert MLA.backends["auto"].refuses(case, CPU) is None
     assert "needs CUDA tensors" in str(MLA.backends["fa2"].refuses(case, CPU))
     assert "no fa3 kernel" in str(MLA.backends["fa3"].refuses(case, CPU))
+
+
+def test_selected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row sees what its list names; FlashMLA, here our function of that name, gets the same problem."""
+    operation = OPERATIONS["mla_sparse"]
+    x = operation.inputs(SELECTED, CPU)
+    assert x.lists.shape == (7, 1, 9) and all(len(set(row.tolist())) == 9 for row in x.lists[:, 0])
+    expected, q, k = operation.expect(SELECTED, x), x.inputs.q, x.inputs.k
+    exact = oracle.selected(q, k, k[..., :512], x.lists, sm_scale=576**-0.5, sinks=x.inputs.sinks)
+    torch.testing.assert_close(expected.out.double(), exact.out, atol=2e-5, rtol=2e-5)
+    monkeypatch.setattr(mla_sparse, "module", lambda name: flash_mla)
+    timed = mla_sparse.flash_mla(SELECTED, x)
+    assert check.fault(timed.output(timed.call()), expected) is None
+    columns = operation.backends.values()
+    assert [column.name for column in columns if not SELECTED.features - column.honours] == list(operation.backends)
+    half = MlaSparse(dataclasses.replace(SELECTED.problem, dtype="float16"), 9)
+    assert "bfloat16 alone" in str(operation.backends["flash_mla"].refuses(half, CPU))
+
+
+def test_a_kernel_without_lists_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small call that is tried is on the CPU here, of which no kernel computes anything."""
+    make, cuda = mla_sparse._inputs, torch.device("cuda")
+    monkeypatch.setattr(mla_sparse.api, "refused", lambda *problem: None)
+    monkeypatch.setattr(mla_sparse, "_inputs", lambda case, device: make(case, CPU))
+    for name in ("fa2", "fa3", "auto"):
+        reason = OPERATIONS["mla_sparse"].backends[name].refuses(SELECTED, cuda)
+        assert reason is not None and ("backend='fa2'" if name == "auto" else f"backend='{name}'") in reason
+    assert OPERATIONS["mla_sparse"].backends["reference"].refuses(SELECTED, cuda) is None
+    older = types.SimpleNamespace(attention=lambda q, k, v, sm_scale, backend: None)
+    assert "unexpected keyword argument" in str(mla_sparse._refused(older, "fa3", SELECTED, cuda))
+    monkeypatch.setattr(ck, "attention", lambda *tensors, **options: None)
+    assert OPERATIONS["mla_sparse"].backends["auto"].refuses(SELECTED, cuda) is None
+
+
+def test_work_of_selected_tokens() -> None:
+    cases = [case for case in WORKLOADS["mla-sparse"].cases("bfloat16") if isinstance(case, MlaSparse)]
+    assert {case.group: case.work for case in cases} == {
+        "128 heads, top-k 2048": 2 * 4096 * 128 * 2048 * (576 + 512),
+        "64 heads, top-k 512": 2 * 4096 * 64 * 512 * (576 + 512),
+    }
+    assert [case.column for case in cases] == ["8k", "32k", "64k", "96k", "128k"] * 2
+    assert cases[0].bytes == 2 * (4096 * 128 * (576 + 512) + 8192 * 576) + 4 * 4096 * 2048
 
 
 def test_work_of_latent_attention() -> None:
