@@ -37,13 +37,17 @@ class _Reached(Exception):
     """The script calls its function for the first case."""
 
 
-def _triton() -> contextlib.AbstractContextManager[Any]:
-    """For the import of scripts, a stand-in where there is no Triton: only their measurements use it."""
-    if importlib.util.find_spec("triton") is not None:
-        return contextlib.nullcontext()
-    triton = ModuleType("triton")
-    triton.jit = lambda function: function  # type: ignore[attr-defined]
-    return mock.patch.dict(sys.modules, triton=triton)
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """For the import of scripts, modules that may be missing: only their measurements and tables use these."""
+    missing = [name for name in ("triton", "rich") if importlib.util.find_spec(name) is None]
+    missing += [f"rich.{name}" for name in ("console", "table") if "rich" in missing]
+    for name in missing:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].jit = lambda function: function  # type: ignore[attr-defined]  # of Triton
+    yield
+    for name in missing:  # torch looks for Triton
+        del sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -86,7 +90,7 @@ class Script:
         assert spec is not None and spec.loader is not None
         self.module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = self.module  # where dataclasses look
-        with _triton():
+        with _stand_ins():
             spec.loader.exec_module(self.module)
         self.function = getattr(self.module, function)
         self.cases: list[Any] = []
