@@ -2,9 +2,9 @@
 
     from cutlass_kernels.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-Arguments, their order and conventions are FlashMLA's. The LSE is natural and without sinks, and +inf for a row that
-sees no key. docs/migrate/flash-mla.md says what differs. ``cutlass_kernels.attention`` says what is computed, and
-serves more.
+Arguments, their order and conventions are FlashMLA's. The LSE is natural and without sinks, and +inf for a row of a
+sparse call that sees no key. docs/migrate/flash-mla.md says what differs. ``cutlass_kernels.attention`` says what is
+computed, and serves more.
 """
 
 from __future__ import annotations

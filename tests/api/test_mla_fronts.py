@@ -35,8 +35,6 @@ def test_decode_steps(device, rows, heads, form, causal):
     metadata = get_mla_metadata() if form == "an object" else get_mla_metadata(problem.lens, rows * heads, 1)
     out, lse = flash(problem, *metadata, SCALE, causal)
     assert out.shape == (4, rows, heads, 512) and lse.shape == (4, heads, rows)
-    assert bool((lse[3] == math.inf).all())  # without keys, as FlashMLA has it
-    lse = lse.where(lse != math.inf, -math.inf)
     problem.check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) / math.log(2.0), causal)
 
 

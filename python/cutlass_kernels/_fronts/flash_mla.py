@@ -108,8 +108,8 @@ def flash_mla_with_kvcache(
     """Latent attention (MLA) of decode steps over a paged cache, for any number of query rows.
 
     Lengths, block tables and indices are read on the GPU, so a captured call follows new ones. Without ``indices``, row
-    i of n rows of a request stands at position ``i + cache_seqlen - n``. A row that sees no key has output 0 and LSE
-    +inf.
+    i of n rows of a request stands at position ``i + cache_seqlen - n``. A row that sees no key has output 0. Its LSE
+    is -inf, with ``indices`` +inf.
 
     Args:
         q: ``[batch, rows, num_heads, 576]``: the absorbed queries, then those of the position. float16, bfloat16 or
@@ -174,7 +174,6 @@ def flash_mla_with_kvcache(
     options = (causal, softmax_scale, descale_q, descale_k, descale_k, out, _schedule_of(tile_scheduler_metadata))
     if indices is None:
         result, lse = attend(_pack_dense(q, k_cache, values, block_table, cache_seqlens, *options))
-        lse = lse.nan_to_num(math.nan, math.inf, math.inf)  # -inf becomes +inf, in one launch
     else:
         lists = indices if q.size(1) == 1 else indices.flatten(0, 1).unsqueeze(1)
         result, lse = attend(_pack_selected(q, k_cache, values, lists, topk_length, attn_sink, *options), _NAMES)
