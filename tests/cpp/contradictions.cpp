@@ -191,7 +191,7 @@ std::vector<Case> sizes() {
   add(latent, "k_rope_stride_page=", [](auto& p) { p.pages.k_rope_stride_page += 4; });
   add(latent, "Set v to k", [](auto& p) { p.v.data = memory + 16; });
   add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
-  add(latent, "max_logits is for keys by slots", [](auto& p) { p.max_logits = static_cast<float*>(memory); });
+  add(latent, "max_logits is for keys by slots", [](auto& p) { p.max_logits = reinterpret_cast<float*>(memory); });
   add(latent, "flash_mla_lse is for keys by slots", [](auto& p) { p.flash_mla_lse = true; });
   add(by_slots, nullptr, [](auto& p) { p.max_kv_len = 0; });
   add(by_slots, "slots_per_page=-1 must not be negative", [](auto& p) { p.pages.slots_per_page = -1; });

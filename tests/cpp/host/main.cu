@@ -413,7 +413,7 @@ void check_shared_schedules() {
   require(ck::current_device(&device).ok(), "the stand-in is a device");
   for (int window = 1000; window < 9000; window += 250) {
     const auto planned = [&](int window_left) {
-      ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 128, 32, 8, 4, 30, 8192);
+      ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 32, 8, 4, 30, 8192);
       params.max_qo_len = 30;
       params.max_kv_len = 8192;
       params.batch_invariant = params.causal = true;
