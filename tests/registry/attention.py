@@ -67,7 +67,8 @@ def _attention(x: Data) -> list[Call]:
             out,
             label="schedule",
         ),
-        Call(selected, of_lists, ("out", "max_logits"), apart=True),
+        # fa2 has no kernel for lists of slots.
+        *([Call(selected, of_lists, ("out", "max_logits"), apart=True)] if x.target.backend != "fa2" else []),
     ]
 
 
