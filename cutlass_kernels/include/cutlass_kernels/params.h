@@ -49,17 +49,17 @@ struct PageTable {
   const std::int32_t* v_indices = nullptr;      ///< of v, where v has other pages than k
   const std::int32_t* last_page_len = nullptr;  ///< [batch_size], device, 1 to page_size
   std::int32_t page_size = 0;                   ///< 0: no pages, k and v are ragged
-  /// Entries of `indices` (>= kv_indptr[batch_size]); of a table not used.
-  std::int64_t num_indices = kNotSet;
-  std::int64_t table_stride = 0;       ///< 0: requests follow one another; batch_size times it is below 2^31
-  std::int32_t table_width = kNotSet;  ///< at most table_stride
   /// > 0: entries of `indices` name slots of the cache, not pages: token i of page n is slot n * slots_per_page + i.
   /// page_size, the keys of an entry, is 1. Keys of a request may then lie anywhere, in any order, and more than once.
   /// An entry that is no slot, negative or from num_pages * slots_per_page on, is no key: hidden from all rows, never
   /// read. For latent attention, requests of one row, and a table.
   std::int32_t slots_per_page = 0;
-  std::int32_t v_offset = 0;         ///< subtracted from the page numbers of v: those of k count further on
-  std::int64_t num_pages = kNotSet;  ///< of k and of v
+  /// Entries of `indices` (>= kv_indptr[batch_size]); of a table not used.
+  std::int64_t num_indices = kNotSet;
+  std::int64_t table_stride = 0;       ///< 0: requests follow one another; batch_size times it is below 2^31
+  std::int32_t table_width = kNotSet;  ///< at most table_stride
+  std::int32_t v_offset = 0;           ///< subtracted from the page numbers of v: those of k count further on
+  std::int64_t num_pages = kNotSet;    ///< of k and of v
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
   std::int64_t k_rope_stride_page = 0;  ///< of AttentionParams::k_rope
@@ -188,13 +188,10 @@ struct TensorParams {
   TensorView o;            ///< [total_q, num_qo_heads, head_dim_vo]
   float* lse = nullptr;    ///< optional
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
-  std::int64_t lse_stride_token = 0;
-  std::int64_t lse_stride_head = 0;
   /// Whether the LSE is as FlashMLA has it: without sinks, and +inf for a row that sees no key. For keys by slots.
   bool flash_mla_lse = false;
-  /// Optional [total_q, num_qo_heads], contiguous, for keys by slots: the largest logit of each row, in natural
-  /// units and without its sink; -inf where it sees no key.
-  float* max_logits = nullptr;
+  std::int64_t lse_stride_token = 0;
+  std::int64_t lse_stride_head = 0;
 };
 
 /// Which keys a row sees.
@@ -225,6 +222,10 @@ struct LogitsParams {
   /// over sm_scale * logits_scale * sqrt(head_dim_qk), or with a soft cap over sqrt(head_dim_qk), and the sum of
   /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it sees no key. Keys are then not split.
   float* stats = nullptr;
+
+  /// Optional [total_q, num_qo_heads], contiguous, for keys by slots: the largest logit of each row, in natural
+  /// units and without its sink; -inf where it sees no key.
+  float* max_logits = nullptr;
 };
 
 struct AttentionParams : HeadParams, RequestParams, SplitParams, TensorParams, MaskParams, LogitsParams {};

@@ -56,8 +56,7 @@ inline Status make_maps_of_pages(const LaunchParams& p, int block_n, KernelParam
   const void* v = any ? p.v.data : p.q.data;
   const int heads = any ? p.num_kv_heads : 1;
   const std::int64_t pages = std::max<std::int64_t>(table.num_pages, 1);
-  kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
-  kernel_params->slots = FastDivisor(std::uint32_t(std::max(table.slots_per_page, 1)));
+  kernel_params->page_size = FastDivisor(std::uint32_t(std::max(table.page_size, table.slots_per_page)));
   kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(table.num_pages, 0, kNoPage));
   const int bytes = size_of(p.kv_dtype);
   kernel_params->k_pages = {table.indices, 0, bytes * table.k_stride_page, bytes * p.k.stride_token};

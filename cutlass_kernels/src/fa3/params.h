@@ -58,8 +58,7 @@ struct KernelParams {
   int heads;  // query heads, or packs of them: each has all tiles
   PackedRows packed;
   // Pages.
-  FastDivisor page_size;
-  FastDivisor slots;  // by PageTable::slots_per_page, where entries of the page table are slots; else by 1
+  FastDivisor page_size;  // of keys by slots, slots_per_page
   PagesOfMatrix k_pages;
   PagesOfMatrix v_pages;
   int box_rows;  // keys of a TMA box of a page; 0: not paged, or gathered

@@ -65,8 +65,6 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const RequestParams& p, int ba
   std::int32_t begin = 0, end = p.max_kv_len;
   if (p.seqused_k != nullptr) {
     end = used_keys(p, batch);
-    // Of slots the leftmost so many count: none below zero, and no more than there are.
-    if (pages.slots_per_page > 0) end = end < 0 ? 0 : end < pages.table_width ? end : pages.table_width;
   } else if (p.kv_indptr != nullptr) {
     begin = p.kv_indptr[batch];
     end = p.kv_indptr[batch + 1];

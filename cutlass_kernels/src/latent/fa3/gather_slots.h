@@ -31,7 +31,7 @@ CUTE_DEVICE void gather_slots(const fa3::KernelParams& params, Shared<Tile>& sha
                                                      : static_cast<const char*>(p.k_rope.data)) +
                            lane % 8 * 16;
   const std::uint32_t to = shared_address(shared.k) + (half * kRows + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4);
-  const std::uint32_t num_slots = params.num_pages * params.slots.divisor;
+  const std::uint32_t num_slots = params.num_pages * params.page_size.divisor;
   fa3::JobReader<Shared<Tile>> jobs(shared);
   int block = 0;  // among all of the CTA
   if (half == 0 && lane == 0) shared.job_wanted.arrive();
@@ -48,8 +48,8 @@ CUTE_DEVICE void gather_slots(const fa3::KernelParams& params, Shared<Tile>& sha
     CUTE_NO_UNROLL
     for (int i = 0; i < kv_blocks; ++i, ++block) {
       const bool exists = std::uint32_t(slot) < num_slots;
-      const std::uint32_t page = exists ? params.slots.divide(std::uint32_t(slot)) : 0;
-      const std::uint32_t in_page = exists ? std::uint32_t(slot) - page * params.slots.divisor : 0;
+      const std::uint32_t page = exists ? params.page_size.divide(std::uint32_t(slot)) : 0;
+      const std::uint32_t in_page = exists ? std::uint32_t(slot) - page * params.page_size.divisor : 0;
       slot = look_up();
       const std::uint32_t of_latent = page * params.k_units.page + in_page * params.k_units.slot;
       const std::uint32_t of_rope = page * params.v_units.page + in_page * params.v_units.slot;
