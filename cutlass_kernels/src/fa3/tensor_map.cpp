@@ -116,6 +116,17 @@ Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DTyp
   return encode<5>(name, tensor.data, dtype, sizes, strides, box_heads, map, box_rows);
 }
 
+Status make_output_map(const RowsOfTensor& tensor, DType dtype, int tile_heads, int box_panels, CUtensorMap* map) {
+  const int tiles = tensor.heads / tile_heads;
+  const int columns = 128 / size_of(dtype);
+  const cuuint64_t sizes[5] = {cuuint64_t(columns), cuuint64_t(tile_heads), cuuint64_t(tensor.head_dim / columns),
+                               cuuint64_t(tiles), cuuint64_t(std::max<std::int64_t>(tensor.tokens, 1))};
+  const cuuint64_t strides[4] = {stride_bytes(dtype, tensor.heads, tensor.stride_head), 128,
+                                 stride_bytes(dtype, tiles, tile_heads * tensor.stride_head),
+                                 stride_bytes(dtype, tensor.tokens, tensor.stride_token)};
+  return encode<5>("out", tensor.data, dtype, sizes, strides, 16 /* rows of a warp */, map, box_panels);
+}
+
 Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows, CUtensorMap* map) {
   const cuuint64_t sizes[4] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.page_size), cuuint64_t(tensor.heads),
                                cuuint64_t(tensor.pages)};

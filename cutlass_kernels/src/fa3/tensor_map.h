@@ -42,6 +42,10 @@ Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype
 Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_heads, int box_rows,
                               CUtensorMap* map);
 
+/// The output of packed heads, a token to a tile: coordinates (d, head of the tile, panel of 64 columns, tile, token),
+/// and boxes of 16 heads, a warp's rows, by `box_panels` panels.
+Status make_output_map(const RowsOfTensor& tensor, DType dtype, int tile_heads, int box_panels, CUtensorMap* map);
+
 /// A cache of pages: coordinates (d, slot, head, page). A page outside the cache reads as zeros.
 struct PagesOfTensor {
   const void* data;

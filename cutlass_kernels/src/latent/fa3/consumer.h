@@ -5,11 +5,15 @@
 //
 //   tensor cores | Sa           | Sb           | Oleft += Pa Va, Oright += Pa Va | Oleft += Pb Vb, Oright += Pb Vb
 //   warpgroup 0  |              | softmax of a |                                 |
-//   warpgroup 1  |              |              | softmax of b                    |
+//   warpgroup 1  |              |    takes Pa  | softmax of b                    |
 //
 // Stage a is free before Pb Vb begins, and needed after it; stage b is needed after the next Sa: a load has at least a
 // thousand cycles. So warpgroup 1 waits with Sb until Sa has been issued. (With both at once, and each warpgroup's own
 // block first in O, a pair of blocks took 6200 cycles instead of 5600.)
+//
+// Warpgroup 1 takes m and P of a between the parts of Sb, so that Pa Va follows Sb at once, and stage a is free earlier
+// (behind all of Sb, 4096 rows of 128 heads over 2048 slots took 3683 us instead of 3581). Not behind the second part:
+// O may have to be rescaled, and ptxas waits for all products in flight before other accumulators change.
 //
 // P goes to the other warpgroup through the panel of the positions, which nobody reads once S is computed. Warp i of
 // either has the same rows: they wait for one another, not for all eight.
@@ -25,6 +29,7 @@
 #include "latent/fa3/load.h"
 #include "latent/fa3/shared_memory.h"
 #include "latent/fa3/store.h"
+#include "latent/fa3/store_slots.h"
 
 namespace cutlass_kernels::mla {
 
@@ -45,6 +50,7 @@ struct Consumer {
   std::uint32_t p_phase = 0;      // of the other warpgroup's p_full
   int first_block = 0;            // of the tile, among all of the CTA
   int tile_parity = 0;
+  bool staged = false;  // O of the last tile may still be read from the last stage by TMA
 
   CUTE_DEVICE Consumer(const fa3::KernelParams& params_, Shared<Tile>& shared_)
       : params(params_),
@@ -197,12 +203,6 @@ struct Consumer {
     arrive(shared.p_full[kHalf][warp]);
   }
 
-  // Of warpgroup 1: for the block before its own.
-  CUTE_DEVICE void wait_for_state(Softmax& softmax, float (&factor)[2]) {
-    shared.m_full[warp].wait(state_phase);
-    state_phase ^= 1;
-    take_state(softmax, factor);
-  }
   CUTE_DEVICE void wait_for_other() {
     shared.p_full[1 - kHalf][warp].wait(p_phase);
     p_phase ^= 1;
@@ -214,6 +214,18 @@ struct Consumer {
     }
   }
 
+  // Of warpgroup 1: P of the block before its own, O rescaled for it.
+  CUTE_DEVICE void take_other(Softmax& softmax, float (&factor)[2], float (&o)[kLatentDim / 4],
+                              std::uint32_t (&other)[kN / 4], int block, bool accumulate) {
+    shared.m_full[warp].wait(state_phase);
+    state_phase ^= 1;
+    take_state(softmax, factor);
+    if (accumulate && changes(factor)) rescale(o, factor);
+    wait_for_other();
+    read_other(other, block);
+    release_p(block);
+  }
+
   CUTE_DEVICE void release_q() { arrive(shared.q_empty); }
   // O += P V of the block is done.
   CUTE_DEVICE void release_values(int block) {
@@ -223,15 +235,24 @@ struct Consumer {
     if (lane == 0) shared.k_empty[stage_of<Tile>(block)][kRope].arrive();
   }
 
+  // Of warpgroup 0: the last block of the tile before, through whose memory O went.
+  CUTE_DEVICE void release_staging() {
+    if (!Tile::kBySlots || !staged) return;
+    if (lane == 0) fa3::tma_store_wait();
+    release_values(first_block - 1);
+    staged = false;
+  }
+
   CUTE_DEVICE void run() {
     while (true) {
       shared.job_full[jobs.index].wait(jobs.phase);
-      if (shared.jobs[jobs.index].valid == 0) return;
+      if (shared.jobs[jobs.index].valid == 0) break;
       compute_tile();
       shared.job_empty[jobs.index].arrive();
       jobs.advance();
       tile_parity ^= 1;
     }
+    release_staging();
   }
 
   CUTE_DEVICE void compute_tile() {
@@ -269,20 +290,19 @@ struct Consumer {
         fa3::pin(other);
         release_values(other_block - 2);
       }
+      if constexpr (kHalf == 1) {
+        fa3::wgmma_wait<0>();
+        fa3::pin(s);
+        take_other(softmax, factor, o, other, other_block, accumulate);
+      }
       issue_scores<false>(s, own_block);
       if (kHalf == 0 && has_other) named_barrier_arrive(kBarrierTurn, 256);
-      fa3::wgmma_wait<0>();
+      if (kHalf == 0 && i == 0) release_staging();
+      if constexpr (kHalf == 1) issue_output(o, other, other_block, accumulate);
+      fa3::wgmma_wait<kHalf>();
       fa3::pin(s);
       if (Tile::kBySlots && i + 1 == own_count) release_q();
       named_barrier_wait(kBarrierScores + kHalf, 128);
-      if constexpr (kHalf == 1) {
-        wait_for_state(softmax, factor);
-        if (accumulate && changes(factor)) rescale(o, factor);
-        wait_for_other();
-        read_other(other, other_block);
-        issue_output(o, other, other_block, accumulate);
-        release_p(other_block);
-      }
       const int first_key = key_begin + (kv_blocks - 1 - 2 * i - kHalf) * kN;
       // Before the mask: a cap would make -inf finite, a negative scale infinite.
       if (params.transform.changes_logits()) params.transform.apply<true>(s, kN / 2);
@@ -331,12 +351,8 @@ struct Consumer {
       fa3::pin(other);
       if (!Tile::kBySlots && own_count == other_count) release_values(last_other);
     } else if (own_count < other_count) {
-      wait_for_state(softmax, factor);
-      if (accumulate && changes(factor)) rescale(o, factor);
-      wait_for_other();
-      read_other(other, last_other);
+      take_other(softmax, factor, o, other, last_other, accumulate);
       issue_output(o, other, last_other, accumulate);
-      release_p(last_other);
       fa3::wgmma_wait<0>();
       fa3::pin(o);
       fa3::pin(other);
@@ -359,23 +375,22 @@ struct Consumer {
       sum[r] = shared.sums[tile_parity][0][row_of(r)] + shared.sums[tile_parity][1][row_of(r)];
     }
     if constexpr (Tile::kBySlots) {
-      if (params.attention.max_logits != nullptr) raise_to_largest(softmax, sum, o);
-      // Through the memory of the last block's values, so that Q of the next tile arrives while this one ends.
-      store_tile<Element, Tile, kHalf>(params, job, softmax, sum, o, shared.k[stage_of<Tile>(last_other)], [&] {
+      factor[0] = factor[1] = 1.0f;
+      if (params.attention.max_logits != nullptr) raise_to_largest(softmax, sum, factor);
+      char* const memory = shared.k[stage_of<Tile>(last_other)];
+      staged = store_slots_tile<Element, kHalf>(params, job, softmax, sum, factor, o, memory, [&] {
         __syncwarp();
         release_values(last_other);
       });
     } else {
-      store_tile<Element, Tile, kHalf>(params, job, softmax, sum, o, shared.q, [] {
-        fa3::fence_proxy_async();  // TMA writes the next Q there
-      });
+      store_tile<Element, Tile, kHalf>(params, job, shared, softmax, sum, o);
       release_q();
     }
   }
 
-  // Makes m the largest logit of each row, which it may be below.
-  CUTE_DEVICE void raise_to_largest(Softmax& softmax, float (&sum)[2], float (&o)[kLatentDim / 4]) const {
-    float row_max[2], factor[2];
+  // Makes m the largest logit of each row, which it may be below; factor: what O and the sums are to be multiplied by.
+  CUTE_DEVICE void raise_to_largest(Softmax& softmax, float (&sum)[2], float (&factor)[2]) const {
+    float row_max[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const auto of = [&](int half) { return shared.largest[tile_parity][half][row_of(r)]; };
@@ -385,7 +400,6 @@ struct Consumer {
     softmax.raise(row_max, keep_factor, 0.0f);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sum[r] *= factor[r];
-    rescale(o, factor);
   }
 };
 

@@ -12,7 +12,8 @@
 //   warp 3  K, odd      <-k_empty--                                ------>  1: S of odd blocks, right half of O
 //                                    P in the ninth panel of K     <----->  to the other warpgroup
 //
-// Of keys by slots, warps 2 and 3 copy half of each block (gather_slots.h), and registers are 56 and 224.
+// Of keys by slots, warps 2 and 3 copy half of the rows of every block, warp 1 their columns of the position
+// (gather_slots.h), and registers are 56 and 224.
 //
 // consumer.h has the order in which warpgroups compute, shared_memory.h says of each barrier who arrives and who waits.
 //
@@ -39,14 +40,13 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.job_wanted.init(1);
   for (int i = 0; i < kJobBuffers; ++i) {
     shared.job_full[i].init(1);
-    shared.job_empty[i].init(1 + 2 * 32 + 256);
+    shared.job_empty[i].init((Tile::kBySlots ? 3 * 32 : 1 + 2 * 32) + 256);
   }
   shared.q_full.init(1);
   shared.q_empty.init(8);
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
-      const bool also_listed = Tile::kBySlots && panel == kRopePanel;
-      shared.k_full[stage][panel].init(Tile::kBySlots                   ? 2 * (32 + also_listed)
+      shared.k_full[stage][panel].init(Tile::kBySlots                   ? (panel == kRopePanel ? 33 : 2 * 32)
                                        : source == KeySource::kGathered ? 32
                                                                         : 1);
     }
@@ -67,10 +67,14 @@ CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, 
   const int lane = threadIdx.x % 32;
   if (warp == 0) {
     if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
+  } else if constexpr (Tile::kBySlots) {
+    if (warp == 1) {
+      gather_slots<Tile, true>(params, shared);
+    } else {
+      gather_slots<Tile, false>(params, shared, warp - 2);
+    }
   } else if (warp == 1) {
     if (lane == 0) load_q<Tile>(params, shared);
-  } else if constexpr (Tile::kBySlots) {
-    gather_slots<Tile>(params, shared, warp - 2);
   } else if (source == KeySource::kBoxes) {
     load_keys<Tile, true>(params, shared, warp - 2);
   } else if (source == KeySource::kRows) {

@@ -35,7 +35,10 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
   out->o_map = of_rope.q_map;
   out->v_map = of_rope.k_map;
   out->v_units = of_rope.k_units;
-  return Status::success();
+  if (params.pages.slots_per_page == 0) return Status::success();
+  const fa3::RowsOfTensor o{params.o.data,  params.o.stride_token, params.o.stride_head,
+                            params.total_q, params.num_qo_heads,   kLatentDim};
+  return fa3::make_output_map(o, params.o_dtype, params.plan.packed_heads, kHalfPanels, &out->k_map);
 }
 
 inline std::string refusal(const AttentionParams& p) {

@@ -23,24 +23,28 @@ enum class KeySource { kRows, kBoxes, kGathered };
 // Columns of the position have maps of their own. V is part of K, and O is not written by TMA: theirs are free.
 CUTE_DEVICE const CUtensorMap& q_rope_map(const fa3::KernelParams& params) { return params.o_map; }
 CUTE_DEVICE const CUtensorMap& k_rope_map(const fa3::KernelParams& params) { return params.v_map; }
+// Of keys by slots, which are not loaded by TMA, k_map is that of O.
+CUTE_DEVICE const CUtensorMap& output_map(const fa3::KernelParams& params) { return params.k_map; }
 
-// By one thread.
+// By one thread. q_empty: the phase of it to wait for.
+template <class Tile>
+CUTE_DEVICE void load_q_of_job(const fa3::KernelParams& params, Shared<Tile>& shared, const Job& job,
+                               std::uint32_t q_empty) {
+  shared.q_empty.wait(q_empty);
+  shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens * int(params.packed.heads.divisor));
+  CUTE_NO_UNROLL
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const bool rope = panel == kRopePanel;
+    fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full, fa3::CacheHint::kEvictFirst,
+                  shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,
+                  fa3::kMapRows - job.qo_len + job.row_begin, job.q_end, int(fa3::kMapRows));
+  }
+}
 template <class Tile>
 CUTE_DEVICE void load_q(const fa3::KernelParams& params, Shared<Tile>& shared) {
   fa3::JobReader<Shared<Tile>> jobs(shared);
-  std::uint32_t phase = 1;
   Job job;
-  while (jobs.take(job)) {
-    shared.q_empty.wait(phase);
-    phase ^= 1;
-    shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens * int(params.packed.heads.divisor));
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const bool rope = panel == kRopePanel;
-      fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full, fa3::CacheHint::kEvictFirst,
-                    shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,
-                    fa3::kMapRows - job.qo_len + job.row_begin, job.q_end, int(fa3::kMapRows));
-    }
-  }
+  for (std::uint32_t phase = 1; jobs.take(job); phase ^= 1) load_q_of_job<Tile>(params, shared, job, phase);
 }
 
 // The panels of a group, the groups in the order in which they are loaded, and in which S takes them.

@@ -83,8 +83,8 @@ struct Shared {
   // q_empty     all 8 consumer warps                             Q warp
   // k_full      K warp of the block, with the bytes of TMA, or   the warpgroup that computes S of the block
   //             every lane that has gathered rows; of keys by
-  //             slots at the first panel of a group, and at that
-  //             of the positions once more, `listed` being written
+  //             slots at the first panel of a group alone, and at
+  //             that of the positions once more: `listed` is there
   // k_empty     the 4 warps of the warpgroup whose half of V the K warp
   //             panels are; of the rope panel, those that read P
   // m_full      a warp of warpgroup 0, its rows' states          the warp of warpgroup 1 with the same rows

@@ -49,23 +49,27 @@ CUTE_DEVICE void store_partial_rows(const fa3::KernelParams& params, const Job& 
   }
 }
 
-// Writes one half of the columns of 64 rows of O; warpgroup 0 their LSE, too. `sums` are those of both warpgroups. O
-// passes through `memory`, panels that nobody reads any more, until done() is called: 16 lanes that write a row each
-// take L1 eight cycles per store, and what rearranges their columns by shuffles is 900 instructions that are never in
-// the instruction cache (in all 5 to 7 us per tile, 128 heads over 4k keys, of 125).
-template <class Element, class Tile, int kHalf, class Done>
-CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, const OnlineSoftmax<2>& softmax,
-                            const float (&sums)[2], const float (&o)[kLatentDim / 4], char* memory, Done&& done) {
-  const LaunchParams& p = params.attention;
-  const int first_row = threadIdx.x / 32 % 4 * 16;  // of the warp
-  const int lane = threadIdx.x % 32;
-  float m[2];
+// Of each row, in log2 units: -inf if it saw no key.
+CUTE_DEVICE void row_maxima(const OnlineSoftmax<2>& softmax, float (&m)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     m[r] = softmax.minus_m[r] < OnlineSoftmax<2>::kNoKey ? -softmax.minus_m[r] : -INFINITY;
   }
+}
+
+// Writes one half of the columns of 64 rows of O; warpgroup 0 their LSE, too. `sums` are those of both warpgroups. O
+// passes through the panels of Q that have the same columns: 16 lanes that write a row each take L1 eight cycles per
+// store, and what rearranges their columns by shuffles is 900 instructions that are never in the instruction cache (in
+// all 5 to 7 us per tile, 128 heads over 4k keys, of 125).
+template <class Element, class Tile, int kHalf>
+CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, Shared<Tile>& shared,
+                            const OnlineSoftmax<2>& softmax, const float (&sums)[2], const float (&o)[kLatentDim / 4]) {
+  const LaunchParams& p = params.attention;
+  const int first_row = threadIdx.x / 32 % 4 * 16;  // of the warp
+  const int lane = threadIdx.x % 32;
+  float m[2];
+  row_maxima(softmax, m);
   if (job.num_splits > 1) {
-    if constexpr (Tile::kBySlots) done();
     store_partial_rows<kHalf>(params, job, m, sums, o);
     return;
   }
@@ -75,19 +79,15 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, con
   for (int r = 0; r < 2; ++r) {
     const OutputRow to = output_row(params, job, first_row + r * 8 + lane / 4);
     float factor = p.v_scale;
-    const FinishedRow finished = finish_row<Tile::kBySlots>(m[r], sums[r], p.sinks, to.exists ? to.head : job.head,
-                                                            [&](float weight) { factor *= weight; });
+    const FinishedRow finished =
+        finish_row(m[r], sums[r], p.sinks, to.exists ? to.head : job.head, [&](float weight) { factor *= weight; });
     scales[r] = finished.scale(factor);
     is_empty[r] = finished.is_empty || !to.exists;  // rows of Q that are never loaded stay zeros
-    if (kHalf == 0 && to.exists && lane % 4 == 0) {
-      if constexpr (Tile::kBySlots) {
-        write_row_stats(p, finished, m[r], sums[r], to.token, to.head);
-      } else if (p.lse != nullptr) {
-        p.lse[to.token * p.lse_stride_token + to.head * p.lse_stride_head] = finished.lse() * p.lse_scale;
-      }
+    if (kHalf == 0 && p.lse != nullptr && to.exists && lane % 4 == 0) {
+      p.lse[to.token * p.lse_stride_token + to.head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
   }
-  char* const panels = memory + kHalf * kHalfPanels * kPanelBytes;  // (64, 64, panels / 2)
+  char* const panels = shared.q + kHalf * kHalfPanels * kPanelBytes;  // (64, 64, panels / 2)
   CUTE_UNROLL
   for (int step = 0; step < kLatentDim / 32; ++step) {  // of 16 columns
     std::uint32_t words[4];
@@ -113,7 +113,7 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, con
                                                           kHalf * (kLatentDim / 2) + lane * 8);
     if (to.exists) *reinterpret_cast<uint4*>(out) = columns;
   }
-  done();
+  fa3::fence_proxy_async();  // TMA writes the next Q there
 }
 
 }  // namespace cutlass_kernels::mla
