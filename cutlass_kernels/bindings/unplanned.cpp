@@ -62,6 +62,7 @@ bool read_rows_as_requests(Call* call) {
 
 /// How many requests there are, and where their rows are.
 bool read_requests(Call* call) {
+  if (!is_none_given(*call, {kKvFormat, kExtraK, kExtraIndicesPerToken, kExtraTopkLength})) return false;
   if (call->is_given(kKvIndicesPerToken)) return read_rows_as_requests(call);
   if (!is_none_given(*call, {kTopkLength, kMaxLogits})) return false;
   std::int64_t batch = 1, most_rows = call->queries.tokens;

@@ -22,7 +22,7 @@ from selected_problems import Selected, make
 import cutlass_kernels as ck
 from cutlass_kernels import flash_mla, mla
 
-INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
 SINKS = torch.tensor([0.5, -30.0, 4.0, math.inf, -math.inf, 0.0, 1e4, -2.0])
 
 
@@ -227,11 +227,22 @@ DECODE: list[Row] = [
     *rows(ValueError, r"{name} has shape \(3,\)", topk_length=torch.zeros(3, dtype=INT32)),
     *rows(ValueError, r"{name}\[0\]=-1 must lie between 0 and 5", topk_length=torch.tensor([-1, 0], dtype=INT32)),
     *rows(ValueError, r"{name} has shape \(7,\)", attn_sink=torch.zeros(7)),
-    *rows(NotImplementedError, "{name}=.* second cache", extra_k_cache=zeros(1), extra_topk_length=zeros(1)),
-    *rows(NotImplementedError, "656 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
-    *rows(NotImplementedError, "656 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 656).to(E4M3)),
-    *rows(NotImplementedError, "584 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 584).to(E4M3)),
+    *rows(NotImplementedError, "288 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 288, dtype=U8)),
+    *rows(NotImplementedError, "352 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 352).to(E4M3)),
     *rows(ValueError, "{name} has dtype torch.int8 and shape", k_cache=torch.zeros(9, 64, 1, 600, dtype=torch.int8)),
+    *rows(ValueError, "{name} has dtype torch.uint8 .* 656, 584 or 528", k_cache=torch.zeros(9, 64, 1, 640, dtype=U8)),
+    (
+        dict(k_cache=torch.zeros(9, 16, 1, 656, dtype=U8), head_dim_v=256),
+        ValueError,
+        "head_dim_v=256, but values of such a cache",
+    ),
+    *rows(ValueError, "{name} is given without extra_indices_in_kvcache", extra_k_cache=zeros(9, 16, 1, 576)),
+    (
+        dict(extra_k_cache=zeros(9, 16, 1, 576), extra_indices_in_kvcache=torch.zeros(2, 1, 5)),
+        ValueError,
+        r"extra_indices_in_kvcache has shape .*int32 tensor \[2, 1, topk\]",
+    ),
+    *rows(ValueError, "{name} is given without extra_k_cache", extra_topk_length=torch.zeros(2, dtype=INT32)),
 ]
 
 

@@ -136,7 +136,7 @@ OF_SLOTS = [
     *rows(ValueError, "dtype", kv_cache=torch.zeros(2, 16, 576)),
     *rows(ValueError, "{name} holds 32", slot_mapping=torch.tensor([3, 32])),
     *rows(ValueError, "{name} has 3 entries", slot_mapping=torch.tensor([1, 2, 3])),
-    *rows(NotImplementedError, "sparse attention", kv_cache_dtype="fp8_ds_mla"),
+    *rows(ValueError, r"kv_cache has shape .*uint8 tensor \[pages, page_size, 656\]", kv_cache_dtype="fp8_ds_mla"),
     *rows(ValueError, "{name}={value} is unknown", kv_cache_dtype="int8"),
     *rows(ValueError, "kv_cache has dtype torch.bfloat16", kv_cache_dtype="fp8"),
     (dict(kv_cache=torch.zeros(2, 16, 576).to(E4M3), scale=0.0), ValueError, "scale"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
 from captures import capture
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
 from mla_problems import DEVICES, SCALE, flash, make, nan_like, trtllm
+from packed_problems import Packed
+from packed_problems import make as make_packed
+from pairs import every
 
+from cutlass_kernels import mla
 from cutlass_kernels.mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
@@ -177,3 +182,51 @@ def test_trtllm_decode_in_another_base():
     assert_bitwise(trtllm(problem, return_lse=True, return_lse_base="base2")[1], want)
     trtllm(problem, lse=lse, return_lse_base="basee")
     torch.testing.assert_close(lse.flatten(0, 1), want * math.log(2))
+
+
+# --- selected keys and quantised tokens in FlashInfer's function ---
+
+
+def of_lists(problem: Packed, batch: int, **given: Any) -> Any:
+    """trtllm_batch_decode_with_kv_cache_mla(sparse_mla_top_k=) of so many requests, over ``k`` of the problem."""
+    scope = problem.scopes[0]
+    query = problem.q.unflatten(0, (batch, -1))
+    width = scope.indices.size(2)
+    call: dict[str, Any] = dict(query=query, kv_cache=scope.view.squeeze(2), workspace_buffer=torch.empty(0))
+    call |= dict(qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, max_seq_len=width, bmm1_scale=SCALE)
+    call |= dict(block_tables=scope.indices.view(*query.shape[:2], width), seq_lens=None, sparse_mla_top_k=width)
+    return mla.trtllm_batch_decode_with_kv_cache_mla(**call | given)
+
+
+@DEVICES
+@every(kind=["v3.2", "numbers"], rows=[1, 2], lengths=["rows", "requests", "none", "offsets"], place=[False, True])
+@pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
+def test_trtllm_with_selected_keys(device, kind, rows, lengths, place):
+    problem = make_packed([kind], 3, device, rows=3 * rows, lists=["any", "full"], lengths=False, page_size=16)
+    problem.options["sm_scale"] = SCALE
+    scope, given = problem.scopes[0], {}
+    if lengths in ("rows", "offsets"):
+        scope.lengths = torch.arange(3 * rows, dtype=INT32, device=device) * 6
+        given["sparse_mla_top_k_lens"] = scope.lengths
+    elif lengths == "requests":
+        given["seq_lens"] = torch.tensor([7, 1000, 0], dtype=INT32, device=device)
+        scope.lengths = given["seq_lens"].clamp(max=40).repeat_interleave(rows)
+    if lengths == "offsets":
+        offsets = torch.arange(4, dtype=INT32, device=device) * rows
+        given |= dict(query=problem.q, block_tables=scope.indices.squeeze(1), cum_seq_lens_q=offsets)
+    out = nan_like((3, rows, 8, 512), problem.q)
+    if place:
+        given["out"] = out.flatten(0, 1) if lengths == "offsets" else out
+    found, lse = of_lists(problem, 3, return_lse=True, **given)
+    assert found is given.get("out", found) and found.shape[-2:] == (8, 512)
+    want, base = problem.expected()
+    assert_close(found.view(3 * rows, 8, 512), want.out, base)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
+def test_trtllm_scales_of_selected_keys():
+    problem = make_packed(["v3.2"], 3, lists=["full"], lengths=False)
+    want = of_lists(problem, 5, bmm1_scale=0.25)
+    found = of_lists(problem, 5, bmm1_scale=torch.tensor([0.25]), bmm2_scale=2.0, kv_scale_format="arbitrary_fp32")
+    torch.testing.assert_close(found, want * 2, atol=1e-2, rtol=1e-2)

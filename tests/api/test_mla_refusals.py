@@ -269,7 +269,10 @@ def test_plans_for_graphs_refuse_what_no_kernel_serves():
 # --- the plan-free functions ---
 
 TRTLLM: list[Row] = [
-    *rows(NotImplementedError, "{name}", sparse_mla_top_k=64, uses_shared_paged_kv_idx=False),
+    *rows(NotImplementedError, "{name}", uses_shared_paged_kv_idx=False),
+    *rows(ValueError, r"block_tables has shape .* int32 tensor \[2, 3, 64\]", sparse_mla_top_k=64),
+    *rows(ValueError, "{name} is given without sparse_mla_top_k", sparse_mla_top_k_lens=ints(1, 1)),
+    *rows(TypeError, "{name}", sparse_mla_top_k="64"),
     *rows(NotImplementedError, "kv_shard", enable_dcp=True),
     *rows(NotImplementedError, "Blackwell", use_fp16_softmax=True),
     *rows(ValueError, NAMED, backend="fa7"),
@@ -291,12 +294,15 @@ TRTLLM: list[Row] = [
 ]
 IS_INT32 = r"{name} has shape .*: it must be an int32 tensor \[2"
 FLASH: list[Row] = [
-    *rows(NotImplementedError, "{name}=.* second cache", extra_k_cache=torch.zeros(1), extra_topk_length=ints(1, 1)),
-    *rows(NotImplementedError, "{name}=.* second cache", extra_indices_in_kvcache=torch.zeros(2, 1, 64, dtype=INT32)),
+    *rows(ValueError, "{name} is given without indices", extra_k_cache=torch.zeros(1), extra_topk_length=ints(1, 1)),
+    *rows(ValueError, "{name} is given without indices", extra_indices_in_kvcache=torch.zeros(2, 1, 64, dtype=INT32)),
     *rows(NotImplementedError, r"attention\(sinks=\)", attn_sink=torch.zeros(4)),
     *rows(ValueError, "{name} is given without indices", topk_length=ints(1, 1)),
     *rows(ValueError, SHAPE, q=zeros(2, 4, 576), k_cache=zeros(9, 64, 576)),
-    *rows(NotImplementedError, "656 bytes per token, a format", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
+    *rows(
+        ValueError, "{name} has dtype torch.uint8 .* 656, 584", k_cache=torch.zeros(9, 64, 1, 640, dtype=torch.uint8)
+    ),
+    *rows(ValueError, "q has head_dim 576, but kv_format='v4'", k_cache=torch.zeros(9, 64, 1, 584, dtype=torch.uint8)),
     *rows(ValueError, "head_dim", k_cache=zeros(9, 64, 1, 512)),
     *rows(ValueError, NAMED, is_fp8_kvcache=True, head_dim_v=0),
     *rows(ValueError, NAMED, head_dim_v=640),

@@ -161,6 +161,10 @@ def test_rows_of_requests_are_requests_with_listed_keys(gpu):
         dict(window=(5, -1)),
         dict(chunk_size=8),
         dict(alibi_slopes=torch.zeros(16)),
+        dict(kv_format="v3.2"),
+        dict(extra_k=torch.zeros(3, 16, 1, 576, dtype=torch.bfloat16)),
+        dict(extra_indices_per_token=ints(6, 1, 8)),
+        dict(extra_topk_length=ints(6)),
     ],
     ids=lambda change: "-".join(change),
 )

@@ -46,12 +46,18 @@ def _attention(x: Data) -> list[Call]:
         given = dict(kv_indices_per_token=indices, topk_length=lengths, max_logits=max_logits, sinks=sinks)
         return ck.attention(q, cache, cache[..., :512], out=out, **given), max_logits
 
+    def quantised(q, cache, indices, extra, others, lengths):
+        lists = dict(kv_indices_per_token=indices, extra_indices_per_token=others, extra_topk_length=lengths)
+        return ck.attention(q, cache, cache, extra_k=extra, **lists, return_lse=True)
+
     offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
     bits = (x.rand(-(-x.n * x.m // 128) * 16) * 256).to(torch.uint8)
     latent = (x.randn(1, x.n, x.heads[0], 512).half(), x.randn(1, x.n, x.heads[0], 64).half())
     latent += (x.randn(1, x.m, 1, 512).half(), x.randn(1, x.m, 1, 64).half())
     of_lists = (x.randn(1, x.n, x.heads[0], 576).half(), x.randn(4, x.page, 1, 576).half())
     of_lists += (x.slots_here(x.n, 64 * x.size).unsqueeze(1), x.sizes_here(10, 7, 64, 3, 0), x.sinks)
+    of_bytes = (x.randn(1, x.n, x.heads[0], 512).half(), x.tokens_here(584), x.slots_here(x.n, 30).unsqueeze(1))
+    of_bytes += (x.tokens_here(584), x.slots_here(x.n, 40).unsqueeze(1), x.sizes_here(8, 7, 4, 3, 0))
     return [
         Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
         Call(lambda *t: ck.attention(*t[:3], sinks=[t[3]], o_dtype="float16"), (*dense, x.sinks)),
@@ -69,6 +75,7 @@ def _attention(x: Data) -> list[Call]:
         ),
         # fa2 has no kernel for lists of slots.
         *([Call(selected, of_lists, ("out", "max_logits"), apart=True)] if x.target.backend != "fa2" else []),
+        *([Call(quantised, of_bytes, label="returns LSE", apart=True)] if x.target.is_reference else []),
     ]
 
 

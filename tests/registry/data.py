@@ -61,5 +61,10 @@ class Data:
         slots = torch.randint(-2, 4 * self.page + 2, (rows, width), generator=self.generator)
         return slots.to(torch.int32).to(self.device)
 
+    def tokens_here(self, size: int) -> torch.Tensor:
+        """A latent cache of random tokens, of so many bytes each."""
+        tokens = torch.randint(0x30, 0x40, (4, self.page, 1, size), generator=self.generator)
+        return tokens.to(torch.uint8).to(self.device)
+
     def wrapper(self, name: str, *sizes: Any) -> Any:
         return getattr(ck, name)(*sizes, self.target.workspace())

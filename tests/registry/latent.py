@@ -49,9 +49,15 @@ def _trtllm(x: Data) -> list[Call]:
         return mla.trtllm_batch_decode_with_kv_cache_mla(q, cache, *sizes, bmm1_scale=0.1, **options)
 
     lse = lambda *t, **p: call(*t[:4], sinks=t[4], return_lse=True, **p)  # noqa: E731
+
+    def sparse(q, cache, lists, lengths, **p):
+        return call(q, cache, lists, None, sparse_mla_top_k=64 * x.size, sparse_mla_top_k_lens=lengths, **p)
+
+    lists = (*tensors[:2], x.slots_here(x.n, 64 * x.size)[None], x.sizes_here(10, 7, 64, 3, 0))
     return [
         Call(call, tensors, ("out",)),
         Call(lse, (*tensors, x.sinks), ("out", "lse"), label="returns LSE"),
+        *([Call(sparse, lists, ("out",))] if x.target.backend != "fa2" else []),
     ]
 
 
@@ -68,9 +74,15 @@ def _flash_mla(x: Data) -> list[Call]:
         given = dict(indices=indices, attn_sink=sinks, topk_length=lengths)
         return flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, **given, **places)
 
+    def quantised(q, cache, indices, extra, others):
+        given = dict(indices=indices, extra_k_cache=extra, extra_indices_in_kvcache=others)
+        return flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, **given)
+
+    of_bytes = (tensors[0], x.tokens_here(656), selected[2], x.tokens_here(656), selected[2][..., :9])
     return [
         Call(call, tensors, ("out",), label="returns LSE"),
         *([Call(sparse, selected, ("out",), label="returns LSE")] if x.target.backend != "fa2" else []),
+        *([Call(quantised, of_bytes, label="returns LSE")] if x.target.is_reference else []),
     ]
 
 
@@ -111,5 +123,8 @@ def _concat(x: Data) -> list[Call]:
     new, slots = (x.randn(3, 512).half(), x.randn(3, 64).half()), x.here(35, -1, 18)
     quantized = (x.randn(4, x.page, 576).to(torch.float8_e4m3fn), slots, x.one + 1)
     fp8 = lambda *t: mla.concat_and_cache_mla(*t[:4], "fp8", t[4])  # noqa: E731
+    tokens = lambda *t: mla.concat_and_cache_mla(*t, "fp8_ds_mla")  # noqa: E731
     calls = [(lambda *t: mla.concat_and_cache_mla(*t), (x.randn(4, x.page, 576).half(), slots)), (fp8, quantized)]
+    if x.target.is_reference:
+        calls.append((tokens, (x.tokens_here(656).squeeze(2), slots)))
     return [Call(run, (*new, *others), writes=True, inputs=(0, 1)) for run, others in calls]

@@ -17,13 +17,13 @@ from .._core.run_options import Result
 from .._core.signatures import typed_as
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
-from . import checked_calls
+from . import checked_calls, packed_keys
 
 _SAME_NAMES: Mapping[str, str] = {}
 _OUT, _MAX_LOGITS = map(Call._fields.index, ("out", "max_logits"))
 _SCHEDULE, _BACKEND = map(Call._fields.index, ("schedule", "backend"))  # the last two
 _GRADIENTS = ["q", "k", "v", "out", "sinks", "q_descale", "k_descale", "v_descale", "alibi_slopes", "q_rope", "k_rope"]
-_GRADIENTS += ["max_logits"]
+_GRADIENTS += ["max_logits", "extra_k"]
 _with_gradients = itemgetter(*map(Call._fields.index, _GRADIENTS))
 
 
@@ -84,7 +84,7 @@ _in_graph = operators.operator(
     "attention",
     call_table.TYPES,
     _attend_in_graph,
-    lambda x: operators.outputs(x, x.q, x.v.shape[-1], x.lse_heads_first),
+    lambda x: operators.outputs(x, x.q, packed_keys.values_dim(x), x.lse_heads_first),
     left_out=("schedule",),
     places=("out", "lse", "max_logits"),
 )
@@ -130,7 +130,8 @@ attention.__doc__ = call_table.documented(
     side by side in the last dimension.
 
     Or every row has keys of its own (sparse attention): ``kv_indices_per_token`` lists slots of k, which is
-    ``[tokens, Hkv, D]`` or ``[pages, P, Hkv, D]``. Then no mask and no other argument says which keys there are.
+    ``[tokens, Hkv, D]`` or ``[pages, P, Hkv, D]``. Then no mask and no other argument says which keys there are. A
+    second cache, ``extra_k``, has lists of its own.
 
     Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
     512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks,

@@ -6,21 +6,26 @@ For kernels each row is a request of one row, whose list of slots stands in the 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .._caches import latent_formats
+from .._caches.latent_formats import Format
 from .._compute import reference
 from .._core import call_table, checks, hints
+from .._core.autograd import without_autocast
 from .._core.call_table import Call
 from .._core.problems import FP8_DTYPES, Logits, Output, Problem, RaggedKv
 from .._core.tracing import is_traced
-from . import latent_parts
+from . import latent_parts, packed_keys
 
 # What else says which keys there are, or which of them a row sees. Its value without effect.
 _NAMES = ["page_table", "kv_indptr", "kv_indices", "kv_last_page_len", "cu_seqlens_q", "cu_seqlens_k", "seqused_q"]
 _NAMES += ["seqused_k", "kv_shard", "packed_custom_mask", "mask_indptr", "alibi_slopes"]
 _OTHERS: dict[str, Any] = dict.fromkeys(_NAMES) | dict(causal=False, chunk_size=0, window=(-1, -1))
+_OF_EXTRA = ("extra_k", "extra_indices_per_token", "extra_topk_length")
 _ELEMENTS = 1 << 24  # of keys that are gathered at a time
 
 
@@ -30,7 +35,7 @@ _ELEMENTS = 1 << 24  # of keys that are gathered at a time
 def are_given(call: Call) -> bool:
     """Whether rows have lists. ValueError for an argument of lists without them, or one that contradicts them."""
     if call.kv_indices_per_token is None:
-        for name in ("topk_length", "max_logits"):
+        for name in ("topk_length", "max_logits", *_OF_EXTRA):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} is given without kv_indices_per_token, the keys of each row: pass both.")
         return False
@@ -45,6 +50,9 @@ def are_given(call: Call) -> bool:
                 f"{name}={hints.shown(value)} is given with kv_indices_per_token, which alone says what a row sees: "
                 f"leave {name} out."
             )
+    for name, needed in zip(_OF_EXTRA, (_OF_EXTRA[1], _OF_EXTRA[0], _OF_EXTRA[0])):
+        if getattr(call, name) is not None and getattr(call, needed) is None:
+            raise ValueError(f"{name} is given without {needed}: a second cache needs both, or neither.")
     return True
 
 
@@ -52,7 +60,9 @@ def checked(call: Call, batch: int, num_kv_heads: int) -> Call:
     """The call with lists, lengths and factors per row, as kernels take them. ``batch`` is that of its factors."""
     q = call.q
     rows, num_qo_heads = math.prod(q.shape[:-2]), q.size(-2)
-    indices = _indices(call.kv_indices_per_token, rows, num_kv_heads, q.device)
+    indices = _indices("kv_indices_per_token", call.kv_indices_per_token, rows, num_kv_heads, q.device)
+    if call.extra_k is not None:
+        call = _with_extra(call, rows, batch, num_kv_heads)
     max_logits = call.max_logits
     if max_logits is not None:
         max_logits = checks.output(max_logits, (rows, num_qo_heads), torch.float32, q.device, name="max_logits")
@@ -60,7 +70,7 @@ def checked(call: Call, batch: int, num_kv_heads: int) -> Call:
     per_row = rows // max(batch, 1)
     return call._replace(
         kv_indices_per_token=indices,
-        topk_length=_lengths(call.topk_length, rows, batch, indices.size(2), q.device),
+        topk_length=_lengths(call, "topk_length", rows, batch, indices),
         max_logits=max_logits,
         max_seqlen_q=None,  # each row is a request of one row and K keys at most
         max_seqlen_k=None,
@@ -70,37 +80,79 @@ def checked(call: Call, batch: int, num_kv_heads: int) -> Call:
     )
 
 
-def _indices(x: Any, rows: int, num_kv_heads: int, device: torch.device) -> torch.Tensor:
-    checks.tensors(kv_indices_per_token=x)
+def _with_extra(call: Call, rows: int, batch: int, num_kv_heads: int) -> Call:
+    """The call with the second cache and its lists as the first are."""
+    k, device = call.extra_k, call.q.device
+    assert k is not None
+    checks.same_device(device, extra_k=k)
+    if call.k_rope is not None or not latent_parts.starts_with(call.k, call.v):
+        raise ValueError(
+            "extra_k is given, but v is not k in the same memory: values of a second cache are its first columns, as "
+            "those of k are. Pass v=k or a view of its first columns."
+        )
+    cache = checks.last_dim_contiguous("extra_k", k.transpose(-3, -2) if call.kv_layout == "HND" else k)
+    dim = latent_parts.head_dim(call.q, call.q_rope)
+    if latent_formats.is_packed(k, call.kv_format):
+        found = latent_formats.format_of("extra_k", k, call.kv_format)
+        fits, columns = dim in found.reads, found.columns
+        cache = latent_formats.as_bytes("extra_k", cache, found)
+    else:
+        fits, columns = k.size(-1) == dim, k.size(-1)
+        if k.dtype != call.k.dtype and not (k.dtype == call.q.dtype and packed_keys.is_given(call)):
+            raise ValueError(
+                f"extra_k has dtype {k.dtype} and k {call.k.dtype}: it must have that of k, or be a latent cache of "
+                "bytes."
+            )
+    if not fits:
+        raise ValueError(
+            f"extra_k has shape {tuple(k.shape)}, keys of {columns} columns, and q has head_dim {dim}: they must be "
+            "equal."
+        )
+    if cache.size(-2) != num_kv_heads:
+        raise ValueError(
+            f"extra_k has shape {tuple(k.shape)} with kv_layout={call.kv_layout!r}, {cache.size(-2)} heads, and k "
+            f"{num_kv_heads}: they must be equal."
+        )
+    indices = _indices("extra_indices_per_token", call.extra_indices_per_token, rows, num_kv_heads, device)
+    return call._replace(
+        extra_k=cache.transpose(-3, -2) if call.kv_layout == "HND" else cache,
+        extra_indices_per_token=indices,
+        extra_topk_length=_lengths(call, "extra_topk_length", rows, batch, indices),
+    )
+
+
+def _indices(name: str, x: Any, rows: int, num_kv_heads: int, device: torch.device) -> torch.Tensor:
+    checks.tensors(**{name: x})
     if x.dim() != 3 or tuple(x.shape[:2]) != (rows, num_kv_heads) or x.dtype != torch.int32:
         raise ValueError(
-            f"kv_indices_per_token has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor "
+            f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor "
             f"[{rows}, {num_kv_heads}, K]: query rows, key heads, keys per row."
         )
-    checks.same_device(device, kv_indices_per_token=x)
+    checks.same_device(device, **{name: x})
     # Kernels read lists of consecutive indices, whose places in the tensor are numbers of 31 bits.
     readable = x.stride(2) == 1 and x.stride(0) >= x.size(2) and rows * x.stride(0) < 2**31
     return x if readable or x.numel() == 0 else x.contiguous()
 
 
-def _lengths(x: Any, rows: int, batch: int, width: int, device: torch.device) -> torch.Tensor | None:
+def _lengths(call: Call, name: str, rows: int, batch: int, indices: torch.Tensor) -> torch.Tensor | None:
+    x, width = getattr(call, name), indices.size(2)
     if x is None:
         return None
-    checks.tensors(topk_length=x)
+    checks.tensors(**{name: x})
     if x.dim() != 1 or x.numel() not in (rows, batch) or x.dtype != torch.int32:
         requests = f", or [{batch}], one per request" if batch != rows else ""
         raise ValueError(
-            f"topk_length has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor [{rows}], one per "
+            f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor [{rows}], one per "
             f"query row{requests}."
         )
-    checks.same_device(device, topk_length=x)
+    checks.same_device(call.q.device, **{name: x})
     if not (x.is_cuda or is_traced()):
         wrong = (x < 0) | (x > width)
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
+            of = "kv_indices_per_token" if name == "topk_length" else "extra_indices_per_token"
             raise ValueError(
-                f"topk_length[{at}]={int(x[at])} must lie between 0 and {width}, the number of "
-                "kv_indices_per_token per row."
+                f"{name}[{at}]={int(x[at])} must lie between 0 and {width}, the number of {of} per row."
             )
     return (x if x.numel() == rows else _repeated(x, rows // batch)).contiguous()
 
@@ -119,6 +171,7 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
 # --- the reference -----------------------------------------------------------------------------------------------
 
 
+@without_autocast
 def compute(
     call: Call,
     q: torch.Tensor,
@@ -132,17 +185,16 @@ def compute(
 
     Heads of all these rows become heads of one row, as each has keys of its own.
     """
-    caches = [x if x.dim() == 4 else x.unsqueeze(1) for x in (k, v, k_rope) if x is not None]
-    rows, num_qo_heads, _ = q.shape
-    indices, logits = call.kv_indices_per_token, call.max_logits
-    assert indices is not None and call.sm_scale is not None
-    _, num_kv_heads, width = indices.shape
+    rows, num_qo_heads, dim = q.shape
+    logits = call.max_logits
+    assert call.sm_scale is not None
+    scopes = _scopes(call, k, v, k_rope)
     factors = [_factor(x, rows, num_qo_heads) for x in (call.q_descale, call.k_descale, call.v_descale)]
-    step = max(1, _ELEMENTS // max(num_kv_heads * width * latent_parts.head_dim(k, k_rope), 1))
+    step = max(1, _ELEMENTS // max(sum(x.indices[0].numel() for x in scopes if rows) * dim, 1))
     for first in range(0, rows, step):
         some = slice(first, first + step)
         count = min(step, rows - first)
-        keys, values, hidden = _gathered(call, caches, indices[some], some)
+        keys, values, hidden = _joined([scope.read(some, dim) for scope in scopes])
         of_q, of_k, of_v = (x if isinstance(x, float) else x[some].flatten() for x in factors)
         scale = Logits(call.sm_scale, call.logits_soft_cap or 0.0)
         scale.sinks = None if call.sinks is None else call.sinks.repeat(count)
@@ -160,30 +212,82 @@ def compute(
         out[some] = result.view(out[some].shape)
 
 
-def _gathered(
-    call: Call, caches: list[torch.Tensor], indices: torch.Tensor, rows: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values ``[K, rows * heads, dim]`` of some rows, and which of them are none: ``[K, rows * heads]``."""
-    pages, page_size, heads, _ = caches[0].shape
-    slots = indices.to(torch.int64)
-    seen = (slots >= 0) & (slots < pages * page_size)
-    if call.topk_length is not None:
-        seen &= torch.arange(indices.size(2), device=indices.device) < call.topk_length[rows, None, None]
-    slots = slots.masked_fill(~seen, 0)
-    page, offset = slots // max(page_size, 1), slots % max(page_size, 1)
-    head = torch.arange(heads, device=indices.device)[:, None]
+_Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    def of(x: torch.Tensor) -> torch.Tensor:
-        if pages * page_size == 0:
-            return x.new_zeros((*indices.shape, x.size(3))).flatten(0, 1).transpose(0, 1)
-        bits = x.view(torch.uint8) if x.dtype in FP8_DTYPES else x  # copying needs no arithmetic
-        found = bits[page, offset, head].masked_fill_(~seen[..., None], 0).view(x.dtype)
-        return found.flatten(0, 1).transpose(0, 1)
 
-    k, v, *rope = caches
-    keys = latent_parts.joined(of(k), of(rope[0])) if rope else of(k)
-    values = keys[..., : v.size(3)] if latent_parts.starts_with(k, v) else of(v)
-    return keys, values, ~seen.flatten(0, 1).t()
+@dataclass(slots=True)
+class _Scope:
+    """A cache with lists of its slots, ``[rows, heads, K]``: what is stored of a token lies in ``caches``."""
+
+    caches: list[torch.Tensor]  # [pages, page_size, heads, dim]
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+    values_dim: int
+    kind: Format | None = None
+    has_rope: bool = False
+    v: torch.Tensor | None = None  # where values are no columns of the keys
+
+    def read(self, rows: slice, dim: int) -> _Read:
+        """Keys and values ``[K, rows * heads, dim]`` of some rows, and which of them are none."""
+        pages, page_size, heads, _ = self.caches[0].shape
+        slots = self.indices[rows].to(torch.int64)
+        seen = (slots >= 0) & (slots < pages * page_size)
+        if self.lengths is not None:
+            seen &= torch.arange(slots.size(2), device=slots.device) < self.lengths[rows, None, None]
+        slots = slots.masked_fill(~seen, 0)
+        page, offset = slots // max(page_size, 1), slots % max(page_size, 1)
+        head = torch.arange(heads, device=slots.device)[:, None]
+
+        def of(x: torch.Tensor) -> torch.Tensor:
+            if pages * page_size == 0:
+                return x.new_zeros((*slots.shape, x.size(3))).flatten(0, 1).transpose(0, 1)
+            bits = x.view(torch.uint8) if x.dtype in FP8_DTYPES else x  # copying needs no arithmetic
+            found = bits[page, offset, head].masked_fill_(~seen[..., None], 0).view(x.dtype)
+            return found.flatten(0, 1).transpose(0, 1)
+
+        found = [of(x) for x in self.caches]
+        if self.kind is not None:
+            keys = latent_formats.decoded(torch.cat(found, -1), self.kind)[..., :dim]
+        else:
+            keys = latent_parts.joined(*found) if self.has_rope else found[0]
+        values = keys[..., : self.values_dim] if self.v is None else of(self.v)
+        return keys, values, ~seen.flatten(0, 1).t()
+
+
+def _scopes(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> list[_Scope]:
+    """The caches of a call, and their lists."""
+
+    def in_pages(x: torch.Tensor) -> torch.Tensor:
+        return x if x.dim() == 4 else x.unsqueeze(1)
+
+    def caches(x: torch.Tensor, kind: Format | None) -> list[torch.Tensor]:
+        return [in_pages(x)] if kind is None else [in_pages(part) for part in latent_formats.parts(x, kind)]
+
+    columns, indices = packed_keys.values_dim(call), call.kv_indices_per_token
+    kind = packed_keys.kind_of(call)
+    assert indices is not None
+    first = _Scope(caches(k, kind), indices, call.topk_length, columns, kind)
+    if k_rope is not None:
+        first.caches.append(in_pages(k_rope))
+        first.has_rope = True
+    if kind is None and not latent_parts.starts_with(k, v):
+        first.v = in_pages(v)
+    if call.extra_k is None or call.extra_indices_per_token is None:
+        return [first]
+    extra = call.extra_k.transpose(-3, -2) if call.kv_layout == "HND" else call.extra_k
+    kind = packed_keys.kind_of(call, "extra_k")
+    lists = call.extra_indices_per_token, call.extra_topk_length
+    return [first, _Scope(caches(extra, kind), *lists, columns, kind)]
+
+
+def _joined(found: list[_Read]) -> _Read:
+    """Keys of all caches, one behind the other."""
+    if len(found) == 1:
+        return found[0]
+    if found[0][0].dtype != found[1][0].dtype or found[0][0].dtype in FP8_DTYPES:
+        found = [(keys.float(), values.float(), hidden) for keys, values, hidden in found]
+    keys, values, hidden = (torch.cat(x) for x in zip(*found))
+    return keys, values, hidden
 
 
 def _factor(value: Any, rows: int, num_qo_heads: int) -> Any:

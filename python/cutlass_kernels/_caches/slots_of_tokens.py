@@ -10,15 +10,17 @@ from typing import Any, get_type_hints
 import torch
 
 from .._compute import kernels
-from .._core import autograd, checks, hints, native
+from .._core import autograd, checks, errors, hints, native
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
+from . import latent_formats, scatter
 
 Scale = float | torch.Tensor | None
 
 _NAME = "append_paged_kv_cache_by_slot"
 _FP8_NAMES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_QUANTISED = "fp8_ds_mla"
 
 
 def append_paged_kv_cache_by_slot(
@@ -109,37 +111,39 @@ def concat_and_cache_mla(
         kv_c: ``[tokens, 512]``, any strides with a contiguous last dimension. Rows behind the last slot are not read.
         k_pe: ``[tokens, 64]`` or ``[tokens, 1, 64]``, of the same dtype.
         kv_cache: ``[pages, page_size, 576]``: the dtype of the tokens, float8_e4m3fn or float8_e5m2; or uint8 with the
-            name of an fp8 type.
+            name of an fp8 type. With ``"fp8_ds_mla"`` ``[pages, page_size, 656]`` of uint8.
         slot_mapping: int64 or int32 ``[n]``, ``n <= tokens``. Tokens of a negative slot are skipped; on a GPU, those of
             a slot that the cache does not have, too.
-        kv_cache_dtype: ``"auto"`` is the dtype of ``kv_cache``; else ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
-            ``"fp8_ds_mla"``, the 656 bytes per token of sparse attention, is refused.
+        kv_cache_dtype: ``"auto"`` is the dtype of ``kv_cache``; else ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``. Or
+            ``"fp8_ds_mla"``, the 656 bytes per token of DeepSeek V3.2: PyTorch writes latent columns in e4m3 with a
+            scale for each 128, their largest number / 448, and ``k_pe`` in bf16. ``k_pe [tokens, 0]`` leaves its bytes
+            as they are.
         scale: a number other than 0, or a float32 tensor of one element; default 1. An fp8 cache alone has one:
-            16-bit caches ignore it, as vLLM's do.
+            16-bit caches and ``"fp8_ds_mla"`` ignore it, as vLLM's do.
 
     Raises:
         TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices that do not fit together; an unknown ``kv_cache_dtype``; a number of 0 as
             scale; on the CPU, slots behind the cache.
-        NotImplementedError: ``kv_cache_dtype="fp8_ds_mla"``.
 
     Examples:
         >>> cache = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
         >>> kv_c, k_pe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
         >>> concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([70, 71, -1]))
     """
-    if kv_cache_dtype == "fp8_ds_mla":
-        raise NotImplementedError(
-            "concat_and_cache_mla does not serve kv_cache_dtype='fp8_ds_mla', the format of sparse attention: use "
-            "'fp8_e4m3', with one scale."
-        )
-    if kv_cache_dtype != "auto" and kv_cache_dtype not in _FP8_NAMES:
-        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: use one of auto, {', '.join(_FP8_NAMES)}.")
+    if kv_cache_dtype not in ("auto", _QUANTISED, *_FP8_NAMES):
+        known = ", ".join(("auto", *_FP8_NAMES, _QUANTISED))
+        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: use one of {known}.")
     checks.tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
     k_pe = k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.size(1) == 1 else k_pe
     checks.tensor("kv_c", kv_c, 2)
     checks.tensor("k_pe", k_pe, 2)
     checks.tensor("kv_cache", kv_cache, 3)
+    if kv_cache_dtype == _QUANTISED:
+        kv_c, k_pe = autograd.without_grad(kv_c, k_pe, "concat_and_cache_mla")
+        write = _quantised_in_graph if is_traced() or have_own_dispatch(kv_c, kv_cache, slot_mapping) else _quantised
+        write(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
+        return
     rank, columns = kv_c.size(1), kv_cache.size(2)
     if rank + k_pe.size(1) != columns:
         raise ValueError(
@@ -165,6 +169,33 @@ def concat_and_cache_mla(
         scale,
         scale,
     )
+
+
+def _quantised(kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Tokens of 656 bytes, as vLLM's function writes them."""
+    kind = latent_formats.FORMATS["v3.2"]
+    if kv_cache.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn) or kv_cache.size(2) != kind.bytes:
+        raise ValueError(
+            f"kv_cache has shape {tuple(kv_cache.shape)} and dtype {kv_cache.dtype}: with kv_cache_dtype='fp8_ds_mla' "
+            f"it must be a uint8 tensor [pages, page_size, {kind.bytes}]."
+        )
+    if kv_c.size(1) != kind.latent or k_pe.size(1) not in (0, kind.rope) or k_pe.dtype != kv_c.dtype:
+        raise ValueError(
+            f"kv_c has shape {tuple(kv_c.shape)} and dtype {kv_c.dtype}, k_pe {tuple(k_pe.shape)} and {k_pe.dtype}: "
+            f"with kv_cache_dtype='fp8_ds_mla' they have {kind.latent} and {kind.rope} columns (or 0) and one dtype."
+        )
+    if not kv_c.is_floating_point():
+        raise ValueError(f"kv_c has dtype {kv_c.dtype}: use bfloat16 or float16.")
+    checks.same_device(kv_cache.device, "kv_cache is", kv_c=kv_c, k_pe=k_pe)
+    _check_slots(slot_mapping, min(kv_c.size(0), k_pe.size(0)), kv_cache)
+    if kv_cache.is_cuda:
+        errors.warn(
+            "concat_and_cache_mla(kv_cache_dtype='fp8_ds_mla') is computed with PyTorch: no kernel writes such tokens.",
+            errors.PerformanceWarning,
+        )
+    cache = latent_formats.as_bytes("kv_cache", kv_cache.unsqueeze(2), kind)
+    count, slots = slot_mapping.size(0), slot_mapping.to(cache.device)
+    latent_formats.pack(kv_c[:count], k_pe[:count], cache, slots, kind, power_of_two=False)
 
 
 @dataclass(frozen=True)
@@ -272,18 +303,11 @@ def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: f
     if cache.dtype in FP8_DTYPES:
         limit = torch.finfo(cache.dtype).max
         wide = wide.clamp(-limit, limit)
-    page_size, room = cache.size(1), cache.size(0) * cache.size(1)
     stored = bits(wide.to(cache.dtype))
     if stored.dtype != cache.dtype:
         # The NaN of a GPU's conversions. Those of CPUs keep the sign, or not, depending on the length of a row.
         stored = stored.masked_fill(wide.isnan(), torch.iinfo(stored.dtype).max)
-    # Nothing is read back: skipped tokens repeat the write of the first that is not skipped, or write what is there.
-    inside = (slots >= 0) & (slots < room)
-    token = torch.where(inside, torch.arange(slots.numel(), device=slots.device), inside.to(torch.int32).argmax())
-    slots = slots[token].clamp(0, room - 1)
-    page, entry = slots // page_size, slots % page_size
-    target = bits(cache)
-    target[page, entry] = torch.where(inside.any(), stored[token], target[page, entry])
+    scatter.write(stored, bits(cache), slots)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -294,3 +318,4 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 _TYPES = get_type_hints(append_paged_kv_cache_by_slot)
 _in_graph = operators.in_place("append_by_slot", _TYPES, append_paged_kv_cache_by_slot, ("key_cache", "value_cache"))
+_quantised_in_graph = operators.in_place("write_latent", get_type_hints(_quantised), _quantised, ("kv_cache",))

@@ -81,6 +81,23 @@ class Call(NamedTuple):
         torch.Tensor | None,
         "int32 ``[rows]``, or ``[B]`` for q of ``[B, n, Hq, D]``: only the leftmost so many of a row's indices count.",
     ] = None
+    extra_k: Annotated[
+        torch.Tensor | None,
+        "a second cache of selected keys, with the columns and heads of k: one softmax over both (DeepSeek V4 has a "
+        "window in k, and here what an indexer selects). Pages of any size, in 16 bits or bytes; v is k in the same "
+        "memory, and the values of these keys are their first columns, too. ``k_descale`` and ``v_descale`` are "
+        "factors of both caches.",
+    ] = None
+    extra_indices_per_token: Annotated[torch.Tensor | None, ...] = None
+    extra_topk_length: Annotated[
+        torch.Tensor | None, "what ``kv_indices_per_token`` and ``topk_length`` are, for ``extra_k``."
+    ] = None
+    kv_format: Annotated[
+        str | None,
+        "how a latent cache of bytes (uint8), ``[pages, page_size, 1, bytes]``, holds its tokens: ``'v3.2'`` of 656 "
+        "bytes, ``'v4'`` of 584, ``'v4.1'`` or ``'v4.1_pages'`` of 528. Default: what the bytes say; those of 528 do "
+        "not. v is then k itself. For ``extra_k``, too, where it has as many bytes.",
+    ] = None
     max_logits: Annotated[
         torch.Tensor | None,
         "fp32 ``[rows, Hq]``, where to write the largest logit of each row, in natural units and without its sink; "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._attend.plan_free import attend
+from .._caches import latent_formats
 from .._core import call_table, checks, extra_arguments
 from .._core.problems import FP8_DTYPES
 from .._core.schedules import Schedule
@@ -17,14 +18,15 @@ from .._core.tracing import is_traced
 Scale = float | torch.Tensor | None
 
 _NAME = "flash_mla_with_kvcache"
-_EXTRA = "a second cache, as DeepSeek V4 has, is not served. Leave it out for the keys of one cache."
-_RECORDS = (656, 584, 528, 352, 288)  # bytes per token of FlashMLA's quantised caches
+_OF_EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+_UNSERVED = (352, 288)  # bytes per token of FlashMLA's other quantised caches
 _LSE = dict(return_lse=True, lse_base=math.e)
 _pack_dense = call_table.packer(
-    "q k v page_table seqused_k causal sm_scale q_descale k_descale v_descale out schedule", **_LSE
+    "q k v page_table seqused_k kv_format causal sm_scale q_descale k_descale v_descale out schedule", **_LSE
 )
 _pack_selected = call_table.packer(
-    "q k v kv_indices_per_token topk_length sinks causal sm_scale q_descale k_descale v_descale out schedule",
+    "q k v kv_indices_per_token topk_length sinks extra_k extra_indices_per_token extra_topk_length kv_format causal "
+    "sm_scale q_descale k_descale v_descale out schedule",
     **_LSE,
     flash_mla_lse=True,
 )
@@ -33,6 +35,8 @@ _pack_prefill = call_table.packer(
 )
 # Of calls with indices, in errors.
 _NAMES = {"kv_indices_per_token": "indices", "sinks": "attn_sink", "k": "k_cache", "sm_scale": "softmax_scale"}
+_NAMES |= {"extra_k": "extra_k_cache", "extra_indices_per_token": "extra_indices_in_kvcache"}
+_NAMES_OF_DENSE: dict[str, str] = {}
 _NAMES_OF_PREFILL = {"kv_indices_per_token": "indices", "sinks": "attn_sink", "k": "kv"}
 
 
@@ -104,6 +108,7 @@ def flash_mla_with_kvcache(
     descale_q: Scale = None,
     descale_k: Scale = None,
     out: torch.Tensor | None = None,
+    kv_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latent attention (MLA) of decode steps over a paged cache, for any number of query rows.
 
@@ -113,9 +118,10 @@ def flash_mla_with_kvcache(
 
     Args:
         q: ``[batch, rows, num_heads, 576]``: the absorbed queries, then those of the position. float16, bfloat16 or
-            float8_e4m3fn.
+            float8_e4m3fn. 512 columns for DeepSeek V4, whose values are the whole keys.
         k_cache: ``[pages, page_size, 1, 576]``, the values being its first ``head_dim_v`` columns. The dtype of q, or
-            float8_e4m3fn. Any page size.
+            float8_e4m3fn. Any page size. Or FlashMLA's quantised tokens, ``[pages, page_size, 1, bytes]`` of uint8,
+            int8 or float8_e4m3fn: 656 bytes (DeepSeek V3.2), 584 (V4) or 528 (V4.1), which PyTorch computes.
         block_table: int32 ``[batch, M]``, the pages of each request. Not used with ``indices``, may be None.
         cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included. Not used with
             ``indices``, may be None.
@@ -125,17 +131,21 @@ def flash_mla_with_kvcache(
         num_splits: not used.
         softmax_scale: default ``1 / sqrt(576)``; DeepSeek's models need ``1 / sqrt(192)`` times their own factor.
         causal: whether rows see only keys up to their own position. Not with ``indices``.
-        is_fp8_kvcache: a cache of 576 uint8 or int8 columns is then read as float8_e4m3fn. FlashMLA's formats of 656
-            and 584 bytes per token are refused.
+        is_fp8_kvcache: a cache of uint8 or int8 with the columns of q is then read as float8_e4m3fn. Not needed for the
+            quantised tokens.
         indices: int32 ``[batch, rows, topk]``, the keys of each row: ``page * page_size + offset``. Out-of-range
             indices, such as -1, are ignored.
         attn_sink: float32 ``[num_heads]``, with ``indices``. Multiplies the output by
             ``exp(lse) / (exp(lse) + exp(attn_sink))``. The LSE is that without it.
         topk_length: int32 ``[batch]``, with ``indices``: only the leftmost so many of a row count.
-        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache, refused.
+        extra_k_cache: with ``indices``, a second cache, whose keys join the same softmax. As ``k_cache``, with pages of
+            any size, in the same or another format.
+        extra_indices_in_kvcache, extra_topk_length: what ``indices`` and ``topk_length`` are, for ``extra_k_cache``.
         descale_q, descale_k: dequantisation factors of fp8 queries and of an fp8 cache: numbers, or float32 tensors of
             one element. Not used with 16 bits, for which engines pass them, too.
         out: ``[batch, rows, num_heads, head_dim_v]``, where to write the output.
+        kv_format: how tokens of 528 bytes lie in their page. Default ``"v4.1"``, each with its scales, as FlashMLA has
+            it since September 30, 2026; ``"v4.1_pages"``, behind the page's data, as its releases before.
 
     Returns:
         The output ``[batch, rows, num_heads, head_dim_v]``, in the dtype of q (bfloat16 for fp8), and the natural LSE,
@@ -154,39 +164,65 @@ def flash_mla_with_kvcache(
         >>> out.shape, lse.shape
         (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
     """
-    extra = dict(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
-    extra_arguments.unsupported(_NAME, _EXTRA, **extra, extra_topk_length=extra_topk_length)
     for name, x, dims in (("q", q, 4), ("k_cache", k_cache, 4)):
         checks.tensor(name, x, dims)
+    extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
     if indices is None:
-        _check_dense(q, block_table, cache_seqlens, attn_sink, topk_length)
-    elif checks.tensor("indices", indices, 3).shape[:2] != q.shape[:2] or indices.dtype != torch.int32:
-        raise ValueError(
-            f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}: it must be an int32 tensor "
-            f"[{q.size(0)}, {q.size(1)}, topk], as q has {q.size(0)} requests of {q.size(1)} rows."
+        _check_dense(
+            q, block_table, cache_seqlens, attn_sink, {"topk_length": topk_length} | dict(zip(_OF_EXTRA, extra))
         )
-    k_cache = _cache(q, k_cache, is_fp8_kvcache)
-    values = k_cache[..., : _columns("head_dim_v", head_dim_v, "k_cache", k_cache)]
+    else:
+        _check_lists(q, indices, "indices")
+    k_cache, packed = _cache("k_cache", q, k_cache, is_fp8_kvcache, kv_format)
+    columns = checks.integer("head_dim_v", head_dim_v)
+    if packed is not None and columns != latent_formats.VALUES:
+        raise ValueError(f"head_dim_v={head_dim_v}, but values of such a cache have 512 columns: pass 512.")
+    values = k_cache if packed else k_cache[..., : _columns("head_dim_v", head_dim_v, "k_cache", k_cache)]
     if q.dtype not in FP8_DTYPES:
         descale_q = None
-    if k_cache.dtype not in FP8_DTYPES:
+    if packed or k_cache.dtype not in FP8_DTYPES:
         descale_k = None
     options = (causal, softmax_scale, descale_q, descale_k, descale_k, out, _schedule_of(tile_scheduler_metadata))
     if indices is None:
-        result, lse = attend(_pack_dense(q, k_cache, values, block_table, cache_seqlens, *options))
+        call, names = _pack_dense(q, k_cache, values, block_table, cache_seqlens, packed, *options), _NAMES_OF_DENSE
     else:
-        lists = indices if q.size(1) == 1 else indices.flatten(0, 1).unsqueeze(1)
-        result, lse = attend(_pack_selected(q, k_cache, values, lists, topk_length, attn_sink, *options), _NAMES)
+        if extra_k_cache is not None:
+            checks.tensor("extra_k_cache", extra_k_cache, 4)
+            extra_k_cache, of_extra = _cache("extra_k_cache", q, extra_k_cache, is_fp8_kvcache, kv_format)
+            packed = of_extra if packed is None or extra_k_cache.size(-1) in _UNCLEAR else packed
+        if extra_indices_in_kvcache is not None:
+            _check_lists(q, extra_indices_in_kvcache, "extra_indices_in_kvcache")
+            extra_indices_in_kvcache = _by_row(extra_indices_in_kvcache)
+        extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        lists = _by_row(indices), topk_length, attn_sink
+        call, names = _pack_selected(q, k_cache, values, *lists, *extra, packed, *options), _NAMES
+    result, lse = attend(call, names)
     return result, lse.transpose(1, 2)
 
 
-def _check_dense(q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sink: Any, topk_length: Any) -> None:
+def _by_row(lists: torch.Tensor) -> torch.Tensor:
+    """``[batch, rows, topk]`` as ``[batch * rows, 1, topk]``."""
+    return lists if lists.size(1) == 1 else lists.flatten(0, 1).unsqueeze(1)
+
+
+def _check_lists(q: torch.Tensor, x: Any, name: str) -> None:
+    if checks.tensor(name, x, 3).shape[:2] != q.shape[:2] or x.dtype != torch.int32:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor "
+            f"[{q.size(0)}, {q.size(1)}, topk], as q has {q.size(0)} requests of {q.size(1)} rows."
+        )
+
+
+def _check_dense(
+    q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sink: Any, of_lists: dict[str, Any]
+) -> None:
     """Says what is wrong with arguments of a call without indices."""
     extra_arguments.unsupported(
         _NAME, "without indices, call attention(sinks=), whose LSE includes the sink.", attn_sink=attn_sink
     )
-    if topk_length is not None:
-        raise ValueError("topk_length is given without indices, of which it says how many count: pass both.")
+    for name, given in of_lists.items():
+        if given is not None:
+            raise ValueError(f"{name} is given without indices, the keys of each row: pass both.")
     for name, given, form in (
         ("block_table", block_table, ", pages of a request"),
         ("cache_seqlens", cache_seqlens, ""),
@@ -199,24 +235,34 @@ def _check_dense(q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sin
             )
 
 
-def _cache(q: torch.Tensor, k_cache: torch.Tensor, is_fp8: bool) -> torch.Tensor:
-    """The cache in the type of its elements."""
-    columns, is_bytes = k_cache.size(-1), k_cache.dtype in (torch.uint8, torch.int8)
-    if columns in _RECORDS and (is_bytes or k_cache.dtype in FP8_DTYPES):
+_UNCLEAR = (528,)  # bytes per token that two formats have
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+
+def _cache(
+    name: str, q: torch.Tensor, cache: torch.Tensor, is_fp8: bool, kv_format: str | None
+) -> tuple[torch.Tensor, str | None]:
+    """The cache in the type of its elements, and the format of its tokens where these are bytes."""
+    latent_formats.check_name(kv_format)
+    size = cache.size(-1)
+    if cache.dtype in _BYTES and size != q.size(-1) and latent_formats.is_packed(cache.view(torch.uint8), kv_format):
+        found = latent_formats.format_of(name, cache, kv_format or ("v4.1" if size in _UNCLEAR else None))
+        return cache.view(torch.uint8), found.name
+    if cache.dtype in _BYTES and size in _UNSERVED:
         raise NotImplementedError(
-            f"k_cache has {columns} bytes per token, a format of FlashMLA that is not served: pass 16 bits, or "
-            f"float8_e4m3fn of {q.size(-1)} columns with one scale, descale_k."
+            f"{name} has {size} bytes per token, a format of FlashMLA that is not served: pass 16 bits, or 656, 584 or "
+            "528 bytes."
         )
-    if is_bytes and is_fp8 and columns == q.size(-1):
-        return k_cache.view(torch.float8_e4m3fn)
-    if is_bytes:
+    if cache.dtype in (torch.uint8, torch.int8) and is_fp8 and size == q.size(-1):
+        return cache.view(torch.float8_e4m3fn), None
+    if cache.dtype in (torch.uint8, torch.int8):
         raise ValueError(
-            f"k_cache has dtype {k_cache.dtype} and shape {tuple(k_cache.shape)}: pass float8_e4m3fn of {q.size(-1)} "
-            "columns, or such bytes with is_fp8_kvcache=True."
+            f"{name} has dtype {cache.dtype} and shape {tuple(cache.shape)}: pass float8_e4m3fn of {q.size(-1)} "
+            "columns, or such bytes with is_fp8_kvcache=True, or FlashMLA's tokens of 656, 584 or 528 bytes."
         )
-    if is_fp8 and k_cache.dtype not in FP8_DTYPES:
-        raise ValueError(f"is_fp8_kvcache=True, but k_cache has dtype {k_cache.dtype}: leave it out.")
-    return k_cache
+    if is_fp8 and cache.dtype not in FP8_DTYPES:
+        raise ValueError(f"is_fp8_kvcache=True, but {name} has dtype {cache.dtype}: leave it out.")
+    return cache, None
 
 
 def _columns(name: str, value: Any, of: str, k: torch.Tensor) -> int:

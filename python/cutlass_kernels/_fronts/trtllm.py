@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._caches import latent_formats
 from .._core import checks, extra_arguments, signatures
 from .._core.fronts import front
 from .._core.problems import FP8_DTYPES
@@ -243,10 +244,8 @@ def trtllm_batch_context_with_kv_cache(
 
 _LATENT = "trtllm_batch_decode_with_kv_cache_mla"
 _BACKENDS = ("auto", "trtllm-gen", "xqa", "cute-dsl")
-_SPARSE = "call attention(kv_indices_per_token=) for selected keys, or leave it out for all keys of the block tables."
 _SHARDS = "call attention(kv_shard=(world, rank, 1)), with the keys on all ranks as seqused_k."
 _OF_LATENT = {
-    **dict.fromkeys(("sparse_mla_top_k", "sparse_mla_top_k_lens"), _SPARSE),
     **dict.fromkeys(("enable_dcp", "cp_world", "cp_rank", "causal_seqlens_kv_global"), _SHARDS),
     "use_fp16_softmax": OTHER_GPUS,
 }
@@ -290,6 +289,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cum_seq_lens_q: torch.Tensor | None,
     max_q_len: int | None,
     return_lse_base: str | None,
+    sparse_mla_top_k: int,
+    sparse_mla_top_k_lens: torch.Tensor | None,
 ) -> Result:
     """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
 
@@ -300,13 +301,20 @@ def trtllm_batch_decode_with_kv_cache_mla(
         query: ``[batch, rows, num_heads, kv_lora_rank + qk_rope_head_dim]``, or with ``cum_seq_lens_q`` ``[rows,
             num_heads, ...]``. float16, bfloat16 or float8_e4m3fn.
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head behind the
-            first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns.
+            first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns. Or uint8 with 656
+            bytes in place of the columns, DeepSeek V3.2's quantised tokens, which PyTorch computes.
         workspace_buffer: accepted, not used.
         qk_nope_head_dim: not used: ``bmm1_scale`` is the whole scale.
         kv_lora_rank, qk_rope_head_dim: 512 and 64; PyTorch computes others, slowly.
-        block_tables: int32 ``[batch, M]``, the pages of each request.
-        seq_lens: int32 ``[batch]``, keys of each request, those of its query rows included.
+        block_tables: int32 ``[batch, M]``, the pages of each request. With ``sparse_mla_top_k`` the keys of each row,
+            ``[batch, rows, sparse_mla_top_k]`` or ``[rows of all requests, sparse_mla_top_k]``: slots ``page *
+            page_size + offset``; others, such as -1, are none.
+        seq_lens: int32 ``[batch]``, keys of each request, those of its query rows included. With ``sparse_mla_top_k``,
+            so many of a row's indices count at most; may be None, and with ``cum_seq_lens_q`` is not used.
         max_seq_len: bound of ``seq_lens``; in CUDA graphs, of those of every replay.
+        sparse_mla_top_k: width of the lists of keys in ``block_tables``. 0: these are pages, and rows see all keys up
+            to their own position.
+        sparse_mla_top_k_lens: int32, one per row: only the leftmost so many indices count, in place of ``seq_lens``.
         out: ``query.shape[:-1] + [kv_lora_rank]``, where to write the output: of any floating-point type, 16 bits being
             what kernels write.
         bmm1_scale: factor of ``q k^T``: the softmax scale times the scales of fp8 queries and keys. A number, or a
@@ -323,7 +331,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         backend: ``"auto"``, ``"trtllm-gen"``, ``"xqa"`` or ``"cute-dsl"``: all of them mean the kernels of this
             library.
         enable_pdl, is_var_seq, cute_dsl_impl, kv_scale_format, multi_ctas_kv_counter_buffer: accepted, without effect.
-        sparse_mla_top_k, sparse_mla_top_k_lens: of sparse attention, refused.
         uses_shared_paged_kv_idx: False is refused.
         enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: refused; ``attention(kv_shard=)`` serves keys that are
             spread over ranks.
@@ -354,12 +361,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
     rank, rope = (checks.integer(*x) for x in zip(("kv_lora_rank", "qk_rope_head_dim"), dims))
     checks.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
     keys = _pages(kv_cache)
+    packed = rank + rope == 576 and latent_formats.is_packed(keys, "v3.2")
     for name, x in (("query", query), ("kv_cache", kv_cache)):
-        if x.size(-1) != rank + rope or rank < 1:
+        if (x.size(-1) != rank + rope and not (packed and x is kv_cache)) or rank < 1:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but kv_lora_rank={dims[0]} and qk_rope_head_dim={dims[1]} make "
                 f"{rank + rope} columns: pass 512 and 64 for DeepSeek's models."
             )
+    lists = _lists(given, sparse_mla_top_k, sparse_mla_top_k_lens, cum_seq_lens_q is not None)
     shape = (*query.shape[:-1], rank)
     o_dtype = torch.bfloat16
     if out is not None or query.dtype not in FP8_DTYPES:
@@ -377,10 +386,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
         place = None if out is None else _flat(out)
     return_lse = checks.flag("return_lse", return_lse)
     wants_lse = return_lse or lse is not None
-    lens = _lens(given[4])
-    given = (query, (keys, keys[..., :rank]), *given[2:4], lens, *given[5:9], place, lse_place, wants_lse)
+    lens = given[4] if lists is not None else _lens(given[4])
+    values = keys if packed else keys[..., :rank]
+    given = (query, (keys, values), *given[2:4], lens, *given[5:9], place, lse_place, wants_lse)
     rows, most_keys = (each, cum_seq_lens_q, max_q_len, None), checks.integer("max_seq_len", max_seq_len)
-    result = trtllm_call.attend(given, rows, most_keys, (o_dtype, None), natural=return_lse_base == "basee")
+    result = trtllm_call.attend(
+        given, rows, most_keys, (o_dtype, None), natural=return_lse_base == "basee", lists=lists
+    )
     found, found_lse = result if isinstance(result, tuple) else (result, None)
     if out is not None and place is None:
         out.copy_(found.view(shape))
@@ -388,6 +400,31 @@ def trtllm_batch_decode_with_kv_cache_mla(
         lse.copy_(found_lse.view(lse.shape))
     found = found.view(shape) if out is None else out
     return (found, found_lse if lse is None else lse) if return_lse else found
+
+
+def _lists(given: tuple[Any, ...], width: Any, lengths: Any, is_ragged: bool) -> tuple[Any, Any] | None:
+    """The keys of each row, ``[rows, 1, width]``, and how many of them count; None without ``sparse_mla_top_k``."""
+    width, query, tables, lens = checks.integer("sparse_mla_top_k", width), given[0], given[3], given[4]
+    if not width:
+        if lengths is not None:
+            raise ValueError(
+                "sparse_mla_top_k_lens is given without sparse_mla_top_k, the width of the lists: pass both."
+            )
+        return None
+    rows = math.prod(query.shape[:-2])
+    shapes = [(rows, width)] if is_ragged else [(*query.shape[:2], width), (rows, width)]
+    checks.tensors(block_tables=tables)
+    if tuple(tables.shape) not in shapes or tables.dtype != torch.int32:
+        raise ValueError(
+            f"block_tables has shape {tuple(tables.shape)} and dtype {tables.dtype}: with sparse_mla_top_k={width} it "
+            f"must be an int32 tensor {list(shapes[0])}, the keys of each row."
+        )
+    if lengths is None and lens is not None and not is_ragged:
+        checks.tensors(seq_lens=lens)
+        if lens.dim() != 1 or lens.size(0) != query.size(0):
+            raise ValueError(f"seq_lens has shape {tuple(lens.shape)}: it must be an int32 tensor [{query.size(0)}].")
+        lengths = lens.clamp(0, width).to(torch.int32).unsqueeze(1).expand(query.shape[:2]).flatten()
+    return tables.reshape(rows, 1, width), lengths
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor | None:

@@ -19,12 +19,13 @@ Sinks = torch.Tensor | list[torch.Tensor] | None
 
 FOUR_BITS = "4-bit floats need a Blackwell GPU. Leave it out, and use fp8 or 16-bit tensors."
 OTHER_GPUS = "it is for Blackwell GPUs. Leave it out."
-_NOT_SET = {"cp_world": 1, "cp_rank": 0, "sparse_mla_top_k": 0}
+_NOT_SET = {"cp_world": 1, "cp_rank": 0}
 _pack = call_table.packer(
     "q k v cu_seqlens_q seqused_k max_seqlen_q max_seqlen_k page_table kv_layout causal window packed_custom_mask "
-    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base"
+    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base kv_indices_per_token topk_length"
 )
 _NAMES = {"sm_scale": "bmm1_scale", "q_descale": "bmm1_scale", "v_descale": "bmm2_scale", "page_table": "block_tables"}
+_NAMES |= {"kv_indices_per_token": "block_tables", "topk_length": "sparse_mla_top_k_lens"}
 
 
 class Arguments:
@@ -85,6 +86,7 @@ def attend(
     causal: bool = True,
     unit: float = 1.0,  # of bmm1_scale
     natural: bool = False,  # the LSE in base e instead of 2
+    lists: tuple[Any, Any] | None = None,  # keys of each row instead of block tables: kv_indices_per_token, topk_length
 ) -> Result:
     query, kv_cache, kv_layout, block_tables, seq_lens, logits_scale, output_scale, *others = given
     window_left, sinks, out, lse, return_lse = others
@@ -96,19 +98,24 @@ def attend(
     seq_lens = _signed(seq_lens)
     if lse is not None:  # before anything is written
         checks.lse_output(lse, query.shape[:2], query.device)
-    if cu_seqlens_q is None:
+    is_ragged = cu_seqlens_q is not None
+    q, max_seqlen_q = (query, rows) if is_ragged else (_by_request(query, rows), None)
+    table: torch.Tensor | None = block_tables
+    most_keys: int | None = max_kv_len
+    kv_indices, topk_length = (None, None) if lists is None else lists
+    if lists is not None:
+        causal, cu_seqlens_q, max_seqlen_q, table, seq_lens, most_keys = False, None, None, None, None, None
+    elif not is_ragged:
         _check_batch(block_tables, seq_lens, query.size(0) // rows)
-        q, max_seqlen_q = _by_request(query, rows), None
     else:
         hints.tensors(cum_seq_lens_q=cu_seqlens_q)
         cu_seqlens_q = _signed(cu_seqlens_q)
         _check_batch(block_tables, seq_lens, cu_seqlens_q.numel() - 1)
-        q, max_seqlen_q = query, rows
     bits = offsets = None
     if draft_mask is not None:
         page_size = k.size(1 if kv_layout == "NHD" else 2)
-        most_keys = min(max_kv_len, block_tables.size(1) * page_size)
-        bits, offsets = mask_packing.mask_of_drafts(draft_mask, cu_seqlens_q, seq_lens, rows, most_keys)
+        bound = min(max_kv_len, block_tables.size(1) * page_size)
+        bits, offsets = mask_packing.mask_of_drafts(draft_mask, cu_seqlens_q, seq_lens, rows, bound)
     sm_scale, q_descale = logits_scale, None
     if isinstance(logits_scale, torch.Tensor):
         checks.one_factor("bmm1_scale", logits_scale)
@@ -116,7 +123,7 @@ def attend(
     checks.one_factor("bmm2_scale", output_scale)
     computed = _computed_dtype(query.dtype, wanted)
     place = out if computed == wanted else None
-    if isinstance(place, torch.Tensor) and cu_seqlens_q is None:
+    if isinstance(place, torch.Tensor) and not is_ragged:
         place = _by_request(place, rows)
     call = _pack(
         q,
@@ -125,8 +132,8 @@ def attend(
         cu_seqlens_q,
         seq_lens,  # seqused_k
         max_seqlen_q,
-        max_kv_len,  # max_seqlen_k
-        _signed(block_tables),  # page_table
+        most_keys,  # max_seqlen_k
+        None if table is None else _signed(table),  # page_table
         kv_layout,
         causal,
         (window_left if type(window_left) is int else checks.window(window_left), -1),  # window
@@ -140,6 +147,8 @@ def attend(
         place,  # out
         return_lse or lse is not None,  # return_lse
         math.e if natural else 2,  # lse_base
+        kv_indices,
+        topk_length,
     )
     result = plan_free.attend(call, _NAMES)
     found, found_lse = result if isinstance(result, tuple) else (result, None)
