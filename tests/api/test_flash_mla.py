@@ -232,9 +232,45 @@ DECODE: list[Row] = [
     *rows(ValueError, "{name} has dtype torch.int8 and shape", k_cache=torch.zeros(9, 64, 1, 600, dtype=torch.int8)),
     *rows(ValueError, "{name} has dtype torch.uint8 .* 656, 584 or 528", k_cache=torch.zeros(9, 64, 1, 640, dtype=U8)),
     (
+        dict(q=zeros(2, 1, 8, 512), k_cache=torch.zeros(9, 64, 1, 528, dtype=U8)),
+        ValueError,
+        "k_cache has 528 bytes .* pass kv_format='v3.2_nope' or 'v4.1_pages' or 'v4.1_tokens'",
+    ),
+    *rows(ValueError, "{name}='v4.1' is unknown: use one of 'v3.2', ", kv_format="v4.1"),
+    *rows(ValueError, "{name}=.* is unknown", kv_format=["V4"]),
+    *rows(ValueError, "k_cache has dtype torch.bfloat16 .* kv_format='v4' is uint8 with 584", kv_format="V4"),
+    (
+        dict(k_cache=torch.zeros(9, 16, 1, 656, dtype=U8), kv_format="v4"),
+        ValueError,
+        "k_cache has dtype torch.uint8 .* kv_format='v4' is uint8 with 584",
+    ),
+    *rows(ValueError, "is_fp8_kvcache=True, but k_cache has dtype torch.bfloat16", is_fp8_kvcache=True),
+    (
+        dict(
+            q=zeros(2, 1, 8, 512).to(E4M3),
+            k_cache=torch.zeros(9, 16, 1, 584, dtype=U8),
+            extra_k_cache=zeros(9, 16, 1, 512).to(E4M3),
+            extra_indices_in_kvcache=torch.zeros(2, 1, 5, dtype=INT32),
+            descale_k=0.5,
+        ),
+        ValueError,
+        "descale_k=0.5 is given, but one of k_cache and extra_k_cache is a quantized latent cache",
+    ),
+    (
+        dict(
+            q=zeros(2, 1, 8, 512),
+            k_cache=zeros(9, 16, 1, 512).to(E4M3),
+            extra_k_cache=torch.zeros(9, 16, 1, 584, dtype=U8),
+            extra_indices_in_kvcache=torch.zeros(2, 1, 5, dtype=INT32),
+            descale_k=torch.ones(1),
+        ),
+        ValueError,
+        "descale_k=.* is given, but one of k_cache and extra_k_cache is a quantized latent cache",
+    ),
+    (
         dict(k_cache=torch.zeros(9, 16, 1, 656, dtype=U8), head_dim_v=256),
         ValueError,
-        "head_dim_v=256, but values of such a cache",
+        "head_dim_v=256, but values of a quantized latent cache have 512",
     ),
     *rows(ValueError, "{name} is given without extra_indices_in_kvcache", extra_k_cache=zeros(9, 16, 1, 576)),
     (

@@ -8,14 +8,15 @@ import math
 from typing import Any
 
 import pytest
+import quantized_caches
 import torch
 from captures import capture
 from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
 from mla_problems import DEVICES, SCALE, flash, make, nan_like, trtllm
-from packed_problems import Packed
-from packed_problems import make as make_packed
 from pairs import every
+from quantized_problems import Quantized
+from quantized_problems import make as make_quantized
 
 from cutlass_kernels import mla
 from cutlass_kernels.mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
@@ -184,10 +185,10 @@ def test_trtllm_decode_in_another_base():
     torch.testing.assert_close(lse.flatten(0, 1), want * math.log(2))
 
 
-# --- selected keys and quantised tokens in FlashInfer's function ---
+# --- selected keys and quantized latent caches in FlashInfer's function ---
 
 
-def of_lists(problem: Packed, batch: int, **given: Any) -> Any:
+def of_lists(problem: Quantized, batch: int, **given: Any) -> Any:
     """trtllm_batch_decode_with_kv_cache_mla(sparse_mla_top_k=) of so many requests, over ``k`` of the problem."""
     scope = problem.scopes[0]
     query = problem.q.unflatten(0, (batch, -1))
@@ -199,24 +200,28 @@ def of_lists(problem: Packed, batch: int, **given: Any) -> Any:
 
 
 @DEVICES
-@every(kind=["v3.2", "numbers"], rows=[1, 2], lengths=["rows", "requests", "none", "offsets"], place=[False, True])
+@every(kind=["v3.2", "numbers"], rows=[1, 2], place=[False, True])
+@pytest.mark.parametrize("lengths", ["rows", "requests", "each", "flat", "none", "offsets", "offsets requests"])
 @pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
 def test_trtllm_with_selected_keys(device, kind, rows, lengths, place):
-    problem = make_packed([kind], 3, device, rows=3 * rows, lists=["any", "full"], lengths=False, page_size=16)
+    problem = make_quantized([kind], 3, device, rows=3 * rows, lists=["any", "full"], lengths=False, page_size=16)
     problem.options["sm_scale"] = SCALE
     scope, given = problem.scopes[0], {}
     if lengths in ("rows", "offsets"):
         scope.lengths = torch.arange(3 * rows, dtype=INT32, device=device) * 6
         given["sparse_mla_top_k_lens"] = scope.lengths
-    elif lengths == "requests":
-        given["seq_lens"] = torch.tensor([7, 1000, 0], dtype=INT32, device=device)
-        scope.lengths = given["seq_lens"].clamp(max=40).repeat_interleave(rows)
-    if lengths == "offsets":
+    elif lengths in ("each", "flat"):
+        lens = torch.arange(3 * rows, dtype=torch.int64, device=device) * 9
+        given["seq_lens"], scope.lengths = lens if lengths == "flat" else lens.view(3, rows), lens.clamp(max=40)
+    elif lengths != "none":
+        lens = torch.tensor([7, 1000, 0], device=device)
+        given["seq_lens"], scope.lengths = lens.to(torch.uint32), lens.clamp(max=40).repeat_interleave(rows)
+    if "offsets" in lengths:
         offsets = torch.arange(4, dtype=INT32, device=device) * rows
         given |= dict(query=problem.q, block_tables=scope.indices.squeeze(1), cum_seq_lens_q=offsets)
     out = nan_like((3, rows, 8, 512), problem.q)
     if place:
-        given["out"] = out.flatten(0, 1) if lengths == "offsets" else out
+        given["out"] = out.flatten(0, 1) if "offsets" in lengths else out
     found, lse = of_lists(problem, 3, return_lse=True, **given)
     assert found is given.get("out", found) and found.shape[-2:] == (8, 512)
     want, base = problem.expected()
@@ -224,9 +229,46 @@ def test_trtllm_with_selected_keys(device, kind, rows, lengths, place):
     assert_lse_close(lse, want.lse)
 
 
+@pytest.mark.parametrize("form", ["requests", "rows"])
+def test_trtllm_lengths_of_ragged_rows(form):
+    """Requests of 2, 0 and 3 rows, and a row behind the last."""
+    problem = make_quantized(["numbers"], 5, rows=6, lists=["full"], lengths=False)
+    problem.options["sm_scale"] = SCALE
+    each = torch.tensor([3, 30, 1000], dtype=INT32)
+    problem.scopes[0].lengths = torch.tensor([3, 3, 40, 40, 40, 0], dtype=INT32)
+    given = dict(query=problem.q, block_tables=problem.scopes[0].indices.squeeze(1))
+    given |= dict(seq_lens=each if form == "requests" else torch.tensor([3, 3, 99, 99, 99, 0]))
+    found, lse = of_lists(problem, 6, return_lse=True, cum_seq_lens_q=torch.tensor([0, 2, 2, 5]), **given)
+    want, base = problem.expected()
+    assert_close(found, want.out, base)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
+@every(kind=["v3.2", "v3.2_nope"], lists=[False, True])
+def test_trtllm_without_rope(kind, lists):
+    """GLM-5.3-Flash: queries of 512 columns over 656 or 528 bytes."""
+    problem = make_quantized([kind], 3, rows=2, lists=["full"], lengths=False, dim=512, pages=4, page_size=16)
+    problem.options["sm_scale"] = SCALE
+    given: dict[str, Any] = dict(qk_rope_head_dim=0, return_lse=True)
+    if kind == "v3.2_nope":
+        given["kv_scale_format"] = "arbitrary_fp32"
+    if not lists:
+        pages = torch.tensor([[3, 0], [1, 2]], dtype=INT32)
+        given |= dict(sparse_mla_top_k=0, block_tables=pages, seq_lens=torch.tensor([20, 7], dtype=INT32))
+        slots = pages.repeat_interleave(16, 1) * 16 + torch.arange(16, dtype=INT32).repeat(2)
+        problem.scopes[0].indices, problem.scopes[0].lengths = slots.unsqueeze(1), given["seq_lens"]
+        cache = problem.scopes[0].cache
+        quantized_caches.filled(cache, [True] * cache.slots)
+    found, lse = of_lists(problem, 2, **given)
+    want, base = problem.expected()
+    assert_close(found.flatten(0, 1), want.out, base)
+    assert_lse_close(lse, want.lse)
+
+
 @pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
 def test_trtllm_scales_of_selected_keys():
-    problem = make_packed(["v3.2"], 3, lists=["full"], lengths=False)
+    problem = make_quantized(["v3.2"], 3, lists=["full"], lengths=False)
     want = of_lists(problem, 5, bmm1_scale=0.25)
     found = of_lists(problem, 5, bmm1_scale=torch.tensor([0.25]), bmm2_scale=2.0, kv_scale_format="arbitrary_fp32")
     torch.testing.assert_close(found, want * 2, atol=1e-2, rtol=1e-2)

@@ -16,7 +16,7 @@ from cutlass_kernels import mla
 from cutlass_kernels._core import errors
 from cutlass_kernels._planned import latent_plans
 
-INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
 BF16, HALF = torch.bfloat16, torch.float16
 
 
@@ -268,10 +268,32 @@ def test_plans_for_graphs_refuse_what_no_kernel_serves():
 
 # --- the plan-free functions ---
 
+OF_LISTS: dict[str, Any] = dict(sparse_mla_top_k=5, block_tables=torch.zeros(2, 3, 5, dtype=INT32))
 TRTLLM: list[Row] = [
     *rows(NotImplementedError, "{name}", uses_shared_paged_kv_idx=False),
     *rows(ValueError, r"block_tables has shape .* int32 tensor \[2, 3, 64\]", sparse_mla_top_k=64),
-    *rows(ValueError, "{name} is given without sparse_mla_top_k", sparse_mla_top_k_lens=ints(1, 1)),
+    *rows(ValueError, "sparse_mla_top_k=0 is no width of lists", sparse_mla_top_k_lens=ints(1, 1)),
+    *rows(ValueError, "{name}=-5 is no width of lists", sparse_mla_top_k=-5),
+    (
+        OF_LISTS | dict(seq_lens=ints(1, 2, 3)),
+        ValueError,
+        r"seq_lens has shape \(3,\): .* \[2\], one per request, or \[2, 3\]",
+    ),
+    (OF_LISTS | dict(seq_lens=torch.ones(2)), ValueError, "seq_lens has shape .* and dtype torch.float32"),
+    (OF_LISTS | dict(seq_lens=[1, 2]), TypeError, "seq_lens is list, not a tensor"),
+    *rows(ValueError, r"uint8 with 584 bytes .* attention\(kv_format=\)", kv_cache=torch.zeros(9, 64, 584, dtype=U8)),
+    *rows(ValueError, "{name} is uint8 with 640 bytes per token", kv_cache=torch.zeros(9, 64, 640, dtype=U8)),
+    (
+        dict(kv_cache=torch.zeros(9, 64, 528, dtype=U8), query=zeros(2, 3, 4, 512), qk_rope_head_dim=0),
+        ValueError,
+        "528 bytes per token, .*kv_scale_format='auto': .* kv_scale_format='arbitrary_fp32'",
+    ),
+    (
+        dict(kv_cache=torch.zeros(9, 64, 656, dtype=U8), qk_rope_head_dim=0),
+        ValueError,
+        "query has shape .* make 512 columns",
+    ),
+    (dict(kv_cache=torch.zeros(9, 64, 656, dtype=U8), kv_lora_rank=448), ValueError, "656 bytes .* kv_lora_rank=448"),
     *rows(TypeError, "{name}", sparse_mla_top_k="64"),
     *rows(NotImplementedError, "kv_shard", enable_dcp=True),
     *rows(NotImplementedError, "Blackwell", use_fp16_softmax=True),
@@ -299,10 +321,8 @@ FLASH: list[Row] = [
     *rows(NotImplementedError, r"attention\(sinks=\)", attn_sink=torch.zeros(4)),
     *rows(ValueError, "{name} is given without indices", topk_length=ints(1, 1)),
     *rows(ValueError, SHAPE, q=zeros(2, 4, 576), k_cache=zeros(9, 64, 576)),
-    *rows(
-        ValueError, "{name} has dtype torch.uint8 .* 656, 584", k_cache=torch.zeros(9, 64, 1, 640, dtype=torch.uint8)
-    ),
-    *rows(ValueError, "q has head_dim 576, but kv_format='v4'", k_cache=torch.zeros(9, 64, 1, 584, dtype=torch.uint8)),
+    *rows(ValueError, "{name} has dtype torch.uint8 .* 656, 584", k_cache=torch.zeros(9, 64, 1, 640, dtype=U8)),
+    *rows(ValueError, "q has head_dim 576, but k .*kv_format='v4'", k_cache=torch.zeros(9, 64, 1, 584, dtype=U8)),
     *rows(ValueError, "head_dim", k_cache=zeros(9, 64, 1, 512)),
     *rows(ValueError, NAMED, is_fp8_kvcache=True, head_dim_v=0),
     *rows(ValueError, NAMED, head_dim_v=640),

@@ -196,7 +196,7 @@ def test_results_go_where_they_are_asked_for(target):
 def test_rows_are_gathered_some_at_a_time(monkeypatch):
     problem = make(9, 4, 40, lengths="random")
     want = run(problem)
-    monkeypatch.setattr(selected_keys, "_ELEMENTS", 2 * 40 * 576)
+    monkeypatch.setattr(selected_keys, "_BYTES", 2 * 40 * 576 * 2)
     for x, y in zip(run(problem), want):
         torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
     problem.check(*run(problem))

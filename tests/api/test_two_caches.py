@@ -6,13 +6,13 @@ import math
 import random
 from typing import Any
 
-import packed_caches
 import pytest
+import quantized_caches
 import torch
 from compare import assert_bitwise
 from mla_problems import DEVICES
-from packed_problems import Packed, make, run
 from pairs import every
+from quantized_problems import Quantized, make, run
 from refusals import Row, rows
 
 import cutlass_kernels as ck
@@ -25,10 +25,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarn
 PAIRS = [
     ["v4", "v4"],
     ["v3.2", "v3.2"],
-    ["v4.1", "v4.1"],
+    ["v3.2_nope", "v3.2_nope"],
+    ["v4.1_tokens", "v4.1_tokens"],
     ["v4.1_pages", "v4.1_pages"],
     ["v4", "v4.1_pages"],
-    ["v4.1", "v4"],
+    ["v4.1_tokens", "v4"],
     ["numbers", "numbers"],
     ["numbers", "v4"],
     ["v3.2", "numbers"],
@@ -51,9 +52,9 @@ def test_random_lists(device, kinds, seed):
     problem.check(*run(problem))
 
 
-def alone(problem: Packed, which: int, **others: Any) -> tuple[torch.Tensor, ...]:
+def alone(problem: Quantized, which: int, **others: Any) -> tuple[torch.Tensor, ...]:
     """The results over one of the caches."""
-    scope = Packed(problem.q, [problem.scopes[which]], problem.kv_format, problem.options)
+    scope = Quantized(problem.q, [problem.scopes[which]], problem.kv_format, problem.options)
     return run(scope, **others)
 
 
@@ -102,8 +103,8 @@ def test_a_cache_may_be_both():
 
 @every(form=["HND", "tokens", "requests", "parts", "int8", "strided lists"])
 def test_forms_give_the_same(form):
-    page_size = 1 if form == "tokens" else 6
-    problem = make(["v4", "v4"], 3, rows=6, page_size=page_size, lists=["full"])
+    kind = "v3.2" if form == "tokens" else "v4"
+    problem = make([kind, kind], 3, rows=6, page_size=1 if form == "tokens" else 6, lists=["full"])
     want, call = run(problem), problem.arguments()
     caches = ("k", "v", "extra_k")
     if form == "HND":
@@ -149,12 +150,18 @@ def test_caches_of_e4m3_share_their_scale():
     problem.check(*run(problem, **call), head_scale=half, out_scale=half)
 
 
-def test_rows_are_gathered_some_at_a_time(monkeypatch):
-    problem = make(["v4", "v4"], 8, rows=9)
-    want = run(problem)
-    monkeypatch.setattr(selected_keys, "_ELEMENTS", 2 * 110 * 512)
+@every(kinds=["v4 v4", "v3.2 v3.2", "numbers numbers"])
+def test_rows_are_gathered_some_at_a_time(monkeypatch, kinds):
+    problem = make(kinds.split(), 8, rows=9)
+    want, dim, calls = run(problem), problem.q.size(2), []
+    size = 4 if kinds == "v3.2 v3.2" else 2  # bytes of a number
+    monkeypatch.setattr(selected_keys, "_BYTES", 2 * 110 * dim * size)
+    compute = selected_keys.reference.compute
+    monkeypatch.setattr(selected_keys.reference, "compute", lambda x: calls.append(x.kv.k) or compute(x))
     for x, y in zip(run(problem), want):
         torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
+    assert [x.shape[:2] for x in calls] == [(110, 2)] * 4 + [(110, 1)]
+    assert {x.element_size() for x in calls} == {size}
 
 
 # --- refusals ---
@@ -181,14 +188,30 @@ REFUSED: list[Row] = [
     *rows(ValueError, "{name} has shape .* 3 or 4 dimensions", extra_k=BYTES[0, 0]),
     *rows(
         ValueError,
-        "{name} has shape .* keys of 576 columns, and q has head_dim 512",
+        "{name} has shape .* and q head_dim 512: they must be equal",
         extra_k=NUMBERS.new_zeros(2, 3, 1, 576),
     ),
     *rows(ValueError, "{name} has 528 bytes per token .* pass kv_format", extra_k=BYTES.new_zeros(2, 3, 1, 528)),
     *rows(ValueError, "{name} has shape .* one head", extra_k=BYTES.new_zeros(2, 3, 2, 584)),
-    *rows(ValueError, "{name} has dtype torch.float16 and k torch.uint8", extra_k=NUMBERS.half()),
+    *rows(
+        ValueError, "{name} has dtype torch.float16 and q torch.bfloat16: they must be equal", extra_k=NUMBERS.half()
+    ),
+    *rows(ValueError, "{name} has dtype torch.float8_e4m3fn and q torch.bfloat16", extra_k=BYTES.view(E4M3)),
+    (
+        dict(q=Q.new_zeros(4, 8, 576), k=NUMBERS.new_zeros(3, 16, 1, 576), v=None),
+        ValueError,
+        r"q has head_dim 576, but extra_k .*kv_format='v4'\) has keys of 512 columns",
+    ),
+    *rows(ValueError, "page size must be known: pass", extra_k=BYTES.flatten(0, 1)),
+    (
+        dict(q=Q.new_zeros(4, 8, 576), k=NUMBERS, v=NUMBERS, k_rope=NUMBERS[..., :64]),
+        ValueError,
+        "extra_k is given with k_rope",
+    ),
     *rows(ValueError, "{name} has stride 2 in its last", extra_k=BYTES.new_zeros(2, 3, 1, 1168)[..., ::2]),
-    *rows(ValueError, r"{name} has strides .* 3 \* 584 bytes", extra_k=BYTES.new_zeros(2, 3, 1, 1168)[..., :584]),
+    *rows(
+        ValueError, r"{name} has strides .* 3 \* 584 adjacent bytes", extra_k=BYTES.new_zeros(2, 3, 1, 1168)[..., :584]
+    ),
     (dict(k=NUMBERS, v=NUMBERS.clone()), ValueError, "extra_k is given, but v is not k in the same memory"),
     (dict(k=NUMBERS, v=NUMBERS, kv_format="v3.2"), ValueError, "extra_k has dtype .* kv_format='v3.2' is .* 656"),
     (dict(kv_format="v3.2"), ValueError, "k has dtype .* kv_format='v3.2' is .* 656"),
@@ -205,8 +228,10 @@ def test_refusals(change, error, words):
     out = torch.full((4, 8, 512), 7.0, dtype=BF16)
     given: dict[str, Any] = dict(q=Q, k=BYTES, v=BYTES, kv_indices_per_token=LIST, out=out)
     given |= dict(extra_k=BYTES, extra_indices_per_token=LIST, extra_topk_length=ints(1, 2, 3, 4))
+    given |= change
+    given["v"] = given["k"][..., :512] if given["v"] is None else given["v"]
     with pytest.raises(error, match=words):
-        ck.attention(**{**given, **change})
+        ck.attention(**given)
     assert bool((out == 7.0).all())
 
 
@@ -222,7 +247,7 @@ def test_an_unused_page_may_be_anything():
     problem = make(["v4", "v4"], 5, lists=["last"], lengths=False, pages=9, page_size=7)
     for scope in problem.scopes:
         cache = scope.cache
-        assert isinstance(cache, packed_caches.Cache)
+        assert isinstance(cache, quantized_caches.Cache)
         assert int(cache.numbers().isnan().all(-1).sum()) == cache.slots - 1
     found = run(problem)
     assert bool(found[0].isfinite().all())

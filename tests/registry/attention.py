@@ -46,7 +46,7 @@ def _attention(x: Data) -> list[Call]:
         given = dict(kv_indices_per_token=indices, topk_length=lengths, max_logits=max_logits, sinks=sinks)
         return ck.attention(q, cache, cache[..., :512], out=out, **given), max_logits
 
-    def quantised(q, cache, indices, extra, others, lengths):
+    def quantized(q, cache, indices, extra, others, lengths):
         lists = dict(kv_indices_per_token=indices, extra_indices_per_token=others, extra_topk_length=lengths)
         return ck.attention(q, cache, cache, extra_k=extra, **lists, return_lse=True)
 
@@ -75,7 +75,7 @@ def _attention(x: Data) -> list[Call]:
         ),
         # fa2 has no kernel for lists of slots.
         *([Call(selected, of_lists, ("out", "max_logits"), apart=True)] if x.target.backend != "fa2" else []),
-        *([Call(quantised, of_bytes, label="returns LSE", apart=True)] if x.target.is_reference else []),
+        *([Call(quantized, of_bytes, label="returns LSE", apart=True)] if x.target.is_reference else []),
     ]
 
 

@@ -74,7 +74,7 @@ def _flash_mla(x: Data) -> list[Call]:
         given = dict(indices=indices, attn_sink=sinks, topk_length=lengths)
         return flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, **given, **places)
 
-    def quantised(q, cache, indices, extra, others):
+    def quantized(q, cache, indices, extra, others):
         given = dict(indices=indices, extra_k_cache=extra, extra_indices_in_kvcache=others)
         return flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, **given)
 
@@ -82,7 +82,7 @@ def _flash_mla(x: Data) -> list[Call]:
     return [
         Call(call, tensors, ("out",), label="returns LSE"),
         *([Call(sparse, selected, ("out",), label="returns LSE")] if x.target.backend != "fa2" else []),
-        *([Call(quantised, of_bytes, label="returns LSE")] if x.target.is_reference else []),
+        *([Call(quantized, of_bytes, label="returns LSE")] if x.target.is_reference else []),
     ]
 
 
@@ -128,3 +128,17 @@ def _concat(x: Data) -> list[Call]:
     if x.target.is_reference:
         calls.append((tokens, (x.tokens_here(656).squeeze(2), slots)))
     return [Call(run, (*new, *others), writes=True, inputs=(0, 1)) for run, others in calls]
+
+
+@no_attention("mla.append_quantized_mla_kv_cache", gradients="warned")
+def _append_quantized(x: Data) -> list[Call]:
+    if not x.target.is_reference:
+        pytest.skip("no kernel supports it yet")
+    slots = x.here(35, -1, 18)
+    parts = (x.randn(3, 448).half(), x.randn(3, 64).half(), x.tokens_here(584), slots)
+    whole = (x.randn(3, 512).half(), x.tokens_here(528), slots)
+    run = mla.append_quantized_mla_kv_cache
+    return [
+        Call(run, parts, writes=True, inputs=(0, 1)),
+        Call(lambda x, *t: run(x, None, *t, "v4.1_pages"), whole, writes=True, inputs=(0,)),
+    ]

@@ -71,7 +71,7 @@ struct AppendBySlotParams {
   std::int64_t num_pages = kNotSet;
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
-  // Factors that dequantise: k_scale * k_scales.data[head * k_scales.stride], of which either may be left at 1.
+  // Factors that dequantize: k_scale * k_scales.data[head * k_scales.stride], of which either may be left at 1.
   float k_scale = 1.0f;
   float v_scale = 1.0f;
   DeviceScale k_scales;  ///< by KV head

@@ -106,7 +106,7 @@ struct KvShard {
 /// Element types, heads and columns. q, k, v and o have one type of 16 bits; or q and o have, and k and v are
 /// kFloat8E4M3 or kFloat8E5M2, for fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for
 /// fa3 without a mask of bits, ALiBi and stats. An o of kFloat8E4M3 is rounded to nearest; beyond 448, infinities
-/// included, it is 448, and NaN stays NaN. Factors that dequantise fp8 are part of sm_scale and v_scale, or of
+/// included, it is 448, and NaN stays NaN. Factors that dequantize fp8 are part of sm_scale and v_scale, or of
 /// logits_scale and output_scale.
 struct HeadParams {
   DType q_dtype = DType::kBFloat16;

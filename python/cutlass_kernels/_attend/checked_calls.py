@@ -21,7 +21,7 @@ from .._core.errors import BackendError
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, Problem, RaggedKv
 from .._core.run_options import Result
 from .._masks import mask_packing
-from . import gathered_keys, latent_parts, packed_keys, selected_keys
+from . import gathered_keys, latent_parts, quantized_caches, selected_keys
 
 MOST_ROWS = 1 << 30  # of k and v, that kernels count
 LN2 = math.log(2.0)
@@ -93,19 +93,20 @@ def checked(call: Call) -> Call:
     tokens = 1 - heads if k.dim() == 3 else 3 - heads
     if k.dim() != v.dim() or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: they may differ in head_dim alone.")
-    call, packed = packed_keys.checked(call)
+    call, kind = quantized_caches.checked(call)
     call = latent_parts.checked(call)
     q, k, v = call.q, call.k, call.v
     dim, keys_dim = latent_parts.head_dim(q, call.q_rope), latent_parts.head_dim(k, call.k_rope)
-    if keys_dim != dim and packed is None:
+    if keys_dim != dim and kind is None:
         raise ValueError(f"q has head_dim {dim} and k {keys_dim}: they must be equal.")
     checks.heads_of(q, k.transpose(-3, -2) if call.kv_layout == "HND" else k, call.kv_layout)
     checks.same_device(q.device, k=k, v=v)
     o_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else call.o_dtype
     if o_dtype is None and q.dtype in FP8_DTYPES:
         o_dtype = torch.bfloat16
-    keys_dtype = k.dtype if packed is None else q.dtype  # keys of bytes become numbers of any type
-    o_dtype = checks.element_types(q.dtype, keys_dtype, v.dtype if packed is None else keys_dtype, o_dtype)
+    # PyTorch reads quantized keys beside queries of any dtype.
+    keys_dtype, values_dtype = (k.dtype, v.dtype) if kind is None else (q.dtype, q.dtype)
+    o_dtype = checks.element_types(q.dtype, keys_dtype, values_dtype, o_dtype)
     index = _Indices(q.device)
     lens: dict[str, Any] = dict(
         cu_seqlens_q=index("cu_seqlens_q", call.cu_seqlens_q, batch + 1),
@@ -140,7 +141,7 @@ def checked(call: Call) -> Call:
         sinks=checks.sinks(call.sinks, q.size(-2), q.device),
         alibi_slopes=_slopes(call.alibi_slopes, q.size(-2), q.device),
         packed_custom_mask=_bits(call, batch),
-        out=_output(call, (*q.shape[:-1], packed_keys.values_dim(call)), o_dtype),
+        out=_output(call, (*q.shape[:-1], quantized_caches.values_dim(call)), o_dtype),
     )
     return selected_keys.checked(call, batch, k.size(heads)) if by_row else _as_pages(call, batch, tokens)
 
@@ -298,7 +299,7 @@ def _as_pages(call: Call, batch: int, tokens: int) -> Call:
     """Keys ``[B, S, ...]`` as pages of S tokens, if kernels cannot step from request to request by a number of rows."""
     k, v, k_rope = call.k, call.v, call.k_rope
     paged = call.page_table is not None or call.kv_indptr is not None
-    if paged or k.dim() == 3 or batch < 2 or k.size(tokens) == 0 or packed_keys.is_given(call):
+    if paged or k.dim() == 3 or batch < 2 or k.size(tokens) == 0:
         return call
     strides = {_stride_of_requests(x, tokens) for x in (k, v, k_rope) if x is not None}
     stride = strides.pop() if len(strides) == 1 else None
@@ -337,7 +338,7 @@ def _by_reference(call: Call) -> Result:
     assert call.o_dtype is not None
     out = call.out
     if out is None:
-        out = q.new_zeros((*q.shape[:-1], packed_keys.values_dim(call)), dtype=call.o_dtype)
+        out = q.new_zeros((*q.shape[:-1], quantized_caches.values_dim(call)), dtype=call.o_dtype)
     rows, places = q.flatten(0, -3), out.flatten(0, -3)
     lse = torch.full(rows.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
     by_row = call.kv_indices_per_token is not None
@@ -378,8 +379,13 @@ def _choose_reference(
     """Asks for a backend as every call does, which warns or raises where the reference is not what was asked for.
     Returns the facts of the call."""
     q, features = call.q.flatten(0, -3), set[str]()
-    if packed_keys.is_given(call):
-        k, v, features = *packed_keys.stand_ins(call), {"packed_keys"}
+    if quantized_caches.are_given(call):
+        features.add("quantized_cache")
+        k, v = quantized_caches.stand_ins(call)
+    elif call.kv_indices_per_token is not None and call.extra_k is None:
+        features.add("token_lists")
+    if call.extra_k is not None:
+        features.add("extra_keys")
     logits = Logits(1.0, call.logits_soft_cap or 0.0, alibi=call.alibi_slopes, sinks=call.sinks)
     mask = Mask(call.causal, call.window[0], call.chunk_size, call.packed_custom_mask)
     out = q.new_empty((1, 1, v.size(-1)), dtype=call.o_dtype)
@@ -390,11 +396,7 @@ def _choose_reference(
     problem = Problem(q, RaggedKv(keys, values), logits, Output(out), mask)
     request = request_facts.Request.from_problem(problem)
     if k_rope is not None:
-        features |= {"separate_rope"}
-    if call.kv_indices_per_token is not None:
-        features |= {"token_lists"}
-    if call.extra_k is not None:
-        features |= {"extra_keys"}
+        features.add("separate_rope")
     request = request._replace(features=request.features | features)
     backend = "auto" if selection.asked_for(call.backend) == "auto" else call.backend
     selected = selection.select(backend, request)

@@ -10,7 +10,7 @@ from .._caches import latent_formats
 from .._compute import reference
 from .._core.call_table import Call
 from .._masks import mask_packing
-from . import latent_parts, packed_keys
+from . import latent_parts, quantized_caches
 
 
 def requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> Any:
@@ -60,7 +60,7 @@ class _KeysOf:
 
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, batch: int) -> None:
         self.k, self.v, self.k_rope, self.batch = k, v, k_rope, batch
-        self.kind, self.dim = packed_keys.kind_of(call), latent_parts.head_dim(call.q, call.q_rope)
+        self.kind, self.dim = quantized_caches.kind_of(call), latent_parts.head_dim(call.q, call.q_rope)
         self.used = None if call.seqused_k is None else call.seqused_k.tolist()
         if self.used is not None and call.kv_shard is not None:
             self.used = [mask_packing.keys_held(call.kv_shard, n) if n >= 0 else n for n in self.used]
@@ -74,7 +74,7 @@ class _KeysOf:
         """What lies at ``place``; nothing, where that is None."""
         if self.kind is not None:
             found = [self._part(x, b, place) for x in latent_formats.parts(self.k, self.kind)]
-            keys = latent_formats.decoded(torch.cat(found, -1), self.kind)
+            keys = latent_formats.decoded(found, self.kind, latent_formats.exact_dtype(self.kind))
             return keys[..., : self.dim], keys[..., : latent_formats.VALUES]
         k, v, rope = (None if x is None else self._part(x, b, place) for x in (self.k, self.v, self.k_rope))
         assert k is not None and v is not None

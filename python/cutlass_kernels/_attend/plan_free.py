@@ -17,13 +17,13 @@ from .._core.run_options import Result
 from .._core.signatures import typed_as
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
-from . import checked_calls, packed_keys
+from . import checked_calls, quantized_caches
 
 _SAME_NAMES: Mapping[str, str] = {}
 _OUT, _MAX_LOGITS = map(Call._fields.index, ("out", "max_logits"))
 _SCHEDULE, _BACKEND = map(Call._fields.index, ("schedule", "backend"))  # the last two
 _GRADIENTS = ["q", "k", "v", "out", "sinks", "q_descale", "k_descale", "v_descale", "alibi_slopes", "q_rope", "k_rope"]
-_GRADIENTS += ["max_logits", "extra_k"]
+_GRADIENTS += ["max_logits"]
 _with_gradients = itemgetter(*map(Call._fields.index, _GRADIENTS))
 
 
@@ -84,14 +84,15 @@ _in_graph = operators.operator(
     "attention",
     call_table.TYPES,
     _attend_in_graph,
-    lambda x: operators.outputs(x, x.q, packed_keys.values_dim(x), x.lse_heads_first),
+    lambda x: operators.outputs(x, x.q, quantized_caches.values_dim(x), x.lse_heads_first),
     left_out=("schedule",),
     places=("out", "lse", "max_logits"),
 )
 
-attention = typed_as(signatures.attention)(call_table.function("attention", attend, INTERNAL))
+attention = typed_as(signatures.attention)(
+    call_table.function("attention", attend, INTERNAL, torch.Tensor | tuple[torch.Tensor, torch.Tensor])
+)
 attention.__module__ = __name__
-attention.__annotations__["return"] = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 attention.__doc__ = call_table.documented(
     """Attention of a batch of prompts, appends, decodes or any mixture: ``softmax(cap(sm_scale * q k^T)) v``.
 

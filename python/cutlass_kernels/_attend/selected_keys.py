@@ -19,14 +19,14 @@ from .._core.autograd import without_autocast
 from .._core.call_table import Call
 from .._core.problems import FP8_DTYPES, Logits, Output, Problem, RaggedKv
 from .._core.tracing import is_traced
-from . import latent_parts, packed_keys
+from . import latent_parts, quantized_caches
 
 # What else says which keys there are, or which of them a row sees. Its value without effect.
 _NAMES = ["page_table", "kv_indptr", "kv_indices", "kv_last_page_len", "cu_seqlens_q", "cu_seqlens_k", "seqused_q"]
 _NAMES += ["seqused_k", "kv_shard", "packed_custom_mask", "mask_indptr", "alibi_slopes"]
 _OTHERS: dict[str, Any] = dict.fromkeys(_NAMES) | dict(causal=False, chunk_size=0, window=(-1, -1))
 _OF_EXTRA = ("extra_k", "extra_indices_per_token", "extra_topk_length")
-_ELEMENTS = 1 << 24  # of keys that are gathered at a time
+_BYTES = 1 << 26  # of keys, as they are read, that are gathered at a time
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -85,29 +85,28 @@ def _with_extra(call: Call, rows: int, batch: int, num_kv_heads: int) -> Call:
     k, device = call.extra_k, call.q.device
     assert k is not None
     checks.same_device(device, extra_k=k)
-    if call.k_rope is not None or not latent_parts.starts_with(call.k, call.v):
+    if call.k_rope is not None:
+        raise ValueError("extra_k is given with k_rope: pass keys with all columns in one tensor, k.")
+    if not latent_parts.starts_with(call.k, call.v):
         raise ValueError(
             "extra_k is given, but v is not k in the same memory: values of a second cache are its first columns, as "
             "those of k are. Pass v=k or a view of its first columns."
         )
     cache = checks.last_dim_contiguous("extra_k", k.transpose(-3, -2) if call.kv_layout == "HND" else k)
     dim = latent_parts.head_dim(call.q, call.q_rope)
-    if latent_formats.is_packed(k, call.kv_format):
-        found = latent_formats.format_of("extra_k", k, call.kv_format)
-        fits, columns = dim in found.reads, found.columns
-        cache = latent_formats.as_bytes("extra_k", cache, found)
+    kind = quantized_caches.kind_of(call, "extra_k")
+    if kind is not None:
+        quantized_caches.check_columns("extra_k", k, kind, dim)
+        cache = latent_formats.as_bytes("extra_k", cache, kind)
     else:
-        fits, columns = k.size(-1) == dim, k.size(-1)
-        if k.dtype != call.k.dtype and not (k.dtype == call.q.dtype and packed_keys.is_given(call)):
+        of, wanted = ("q", call.q.dtype) if quantized_caches.are_given(call) else ("k", call.k.dtype)
+        if k.dtype != wanted:
             raise ValueError(
-                f"extra_k has dtype {k.dtype} and k {call.k.dtype}: it must have that of k, or be a latent cache of "
-                "bytes."
+                f"extra_k has dtype {k.dtype} and {of} {wanted}: they must be equal, or extra_k a quantized latent "
+                "cache."
             )
-    if not fits:
-        raise ValueError(
-            f"extra_k has shape {tuple(k.shape)}, keys of {columns} columns, and q has head_dim {dim}: they must be "
-            "equal."
-        )
+        if k.size(-1) != dim:
+            raise ValueError(f"extra_k has shape {tuple(k.shape)} and q head_dim {dim}: they must be equal.")
     if cache.size(-2) != num_kv_heads:
         raise ValueError(
             f"extra_k has shape {tuple(k.shape)} with kv_layout={call.kv_layout!r}, {cache.size(-2)} heads, and k "
@@ -151,9 +150,7 @@ def _lengths(call: Call, name: str, rows: int, batch: int, indices: torch.Tensor
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             of = "kv_indices_per_token" if name == "topk_length" else "extra_indices_per_token"
-            raise ValueError(
-                f"{name}[{at}]={int(x[at])} must lie between 0 and {width}, the number of {of} per row."
-            )
+            raise ValueError(f"{name}[{at}]={int(x[at])} must lie between 0 and {width}, the number of {of} per row.")
     return (x if x.numel() == rows else _repeated(x, rows // batch)).contiguous()
 
 
@@ -190,7 +187,7 @@ def compute(
     assert call.sm_scale is not None
     scopes = _scopes(call, k, v, k_rope)
     factors = [_factor(x, rows, num_qo_heads) for x in (call.q_descale, call.k_descale, call.v_descale)]
-    step = max(1, _ELEMENTS // max(sum(x.indices[0].numel() for x in scopes if rows) * dim, 1))
+    step = max(1, _BYTES // max(sum(x.bytes_per_row(dim) for x in scopes), 1))
     for first in range(0, rows, step):
         some = slice(first, first + step)
         count = min(step, rows - first)
@@ -227,6 +224,11 @@ class _Scope:
     has_rope: bool = False
     v: torch.Tensor | None = None  # where values are no columns of the keys
 
+    def bytes_per_row(self, dim: int) -> int:
+        """Bytes of the keys of one row, as ``read()`` returns them."""
+        dtype = self.caches[0].dtype if self.kind is None else latent_formats.exact_dtype(self.kind)
+        return self.indices.size(1) * self.indices.size(2) * dim * dtype.itemsize
+
     def read(self, rows: slice, dim: int) -> _Read:
         """Keys and values ``[K, rows * heads, dim]`` of some rows, and which of them are none."""
         pages, page_size, heads, _ = self.caches[0].shape
@@ -247,7 +249,7 @@ class _Scope:
 
         found = [of(x) for x in self.caches]
         if self.kind is not None:
-            keys = latent_formats.decoded(torch.cat(found, -1), self.kind)[..., :dim]
+            keys = latent_formats.decoded(found, self.kind, latent_formats.exact_dtype(self.kind))[..., :dim]
         else:
             keys = latent_parts.joined(*found) if self.has_rope else found[0]
         values = keys[..., : self.values_dim] if self.v is None else of(self.v)
@@ -263,8 +265,8 @@ def _scopes(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor |
     def caches(x: torch.Tensor, kind: Format | None) -> list[torch.Tensor]:
         return [in_pages(x)] if kind is None else [in_pages(part) for part in latent_formats.parts(x, kind)]
 
-    columns, indices = packed_keys.values_dim(call), call.kv_indices_per_token
-    kind = packed_keys.kind_of(call)
+    columns, indices = quantized_caches.values_dim(call), call.kv_indices_per_token
+    kind = quantized_caches.kind_of(call)
     assert indices is not None
     first = _Scope(caches(k, kind), indices, call.topk_length, columns, kind)
     if k_rope is not None:
@@ -275,7 +277,7 @@ def _scopes(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor |
     if call.extra_k is None or call.extra_indices_per_token is None:
         return [first]
     extra = call.extra_k.transpose(-3, -2) if call.kv_layout == "HND" else call.extra_k
-    kind = packed_keys.kind_of(call, "extra_k")
+    kind = quantized_caches.kind_of(call, "extra_k")
     lists = call.extra_indices_per_token, call.extra_topk_length
     return [first, _Scope(caches(extra, kind), *lists, columns, kind)]
 

@@ -1,4 +1,4 @@
-"""New keys and values written to slots of a paged cache, converted to its type: of latent attention, too."""
+"""New keys and values written to slots of a paged cache, converted to its type."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any, get_type_hints
 import torch
 
 from .._compute import kernels
-from .._core import autograd, checks, errors, hints, native
+from .._core import autograd, checks, hints, native
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
-from . import latent_formats, scatter
+from . import scatter
 
 Scale = float | torch.Tensor | None
 
 _NAME = "append_paged_kv_cache_by_slot"
-_FP8_NAMES = ("fp8", "fp8_e4m3", "fp8_e5m2")
-_QUANTISED = "fp8_ds_mla"
 
 
 def append_paged_kv_cache_by_slot(
@@ -90,114 +88,6 @@ def append_paged_kv_cache_by_slot(
     _write(value[:count], v_cache, slots.long(), scales[1])
 
 
-def concat_and_cache_mla(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str = "auto",
-    scale: Scale = None,
-) -> None:
-    """Writes new tokens to slots of a cache of latent attention, in place: vLLM's function of this name.
-
-    Token ``i`` goes to entry ``slot_mapping[i] % page_size`` of page ``slot_mapping[i] // page_size``: its latent
-    vector, and behind it the columns of the position. An fp8 cache stores both divided by ``scale``, rounded to nearest
-    and clamped to the largest finite number. On a GPU this is one kernel, which a CUDA graph can capture.
-
-    ``append_paged_kv_cache_by_slot(ckv[:, None], kpe[:, None], ckv_cache[:, :, None], kpe_cache[:, :, None], slots)``
-    does the same for a cache in two tensors.
-
-    Args:
-        kv_c: ``[tokens, 512]``, any strides with a contiguous last dimension. Rows behind the last slot are not read.
-        k_pe: ``[tokens, 64]`` or ``[tokens, 1, 64]``, of the same dtype.
-        kv_cache: ``[pages, page_size, 576]``: the dtype of the tokens, float8_e4m3fn or float8_e5m2; or uint8 with the
-            name of an fp8 type. With ``"fp8_ds_mla"`` ``[pages, page_size, 656]`` of uint8.
-        slot_mapping: int64 or int32 ``[n]``, ``n <= tokens``. Tokens of a negative slot are skipped; on a GPU, those of
-            a slot that the cache does not have, too.
-        kv_cache_dtype: ``"auto"`` is the dtype of ``kv_cache``; else ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``. Or
-            ``"fp8_ds_mla"``, the 656 bytes per token of DeepSeek V3.2: PyTorch writes latent columns in e4m3 with a
-            scale for each 128, their largest number / 448, and ``k_pe`` in bf16. ``k_pe [tokens, 0]`` leaves its bytes
-            as they are.
-        scale: a number other than 0, or a float32 tensor of one element; default 1. An fp8 cache alone has one:
-            16-bit caches and ``"fp8_ds_mla"`` ignore it, as vLLM's do.
-
-    Raises:
-        TypeError: an argument is no tensor.
-        ValueError: shapes, dtypes or devices that do not fit together; an unknown ``kv_cache_dtype``; a number of 0 as
-            scale; on the CPU, slots behind the cache.
-
-    Examples:
-        >>> cache = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
-        >>> kv_c, k_pe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
-        >>> concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([70, 71, -1]))
-    """
-    if kv_cache_dtype not in ("auto", _QUANTISED, *_FP8_NAMES):
-        known = ", ".join(("auto", *_FP8_NAMES, _QUANTISED))
-        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: use one of {known}.")
-    checks.tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
-    k_pe = k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.size(1) == 1 else k_pe
-    checks.tensor("kv_c", kv_c, 2)
-    checks.tensor("k_pe", k_pe, 2)
-    checks.tensor("kv_cache", kv_cache, 3)
-    if kv_cache_dtype == _QUANTISED:
-        kv_c, k_pe = autograd.without_grad(kv_c, k_pe, "concat_and_cache_mla")
-        write = _quantised_in_graph if is_traced() or have_own_dispatch(kv_c, kv_cache, slot_mapping) else _quantised
-        write(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-        return
-    rank, columns = kv_c.size(1), kv_cache.size(2)
-    if rank + k_pe.size(1) != columns:
-        raise ValueError(
-            f"kv_c has {rank} columns and k_pe {k_pe.size(1)}, but kv_cache (shape {tuple(kv_cache.shape)}) {columns}: "
-            "it must have those of both."
-        )
-    if kv_cache_dtype != "auto":
-        dtype = checks.dtype(kv_cache_dtype)
-        if kv_cache.dtype not in (dtype, torch.uint8):
-            raise ValueError(
-                f"kv_cache_dtype={kv_cache_dtype!r}, but kv_cache has dtype {kv_cache.dtype}: it must be {dtype}, or "
-                "uint8."
-            )
-        kv_cache = kv_cache.view(dtype)
-    if kv_cache.dtype not in FP8_DTYPES:
-        scale = None
-    append_paged_kv_cache_by_slot(
-        kv_c.unsqueeze(1),
-        k_pe.unsqueeze(1),
-        kv_cache[..., :rank].unsqueeze(2),
-        kv_cache[..., rank:].unsqueeze(2),
-        slot_mapping,
-        scale,
-        scale,
-    )
-
-
-def _quantised(kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Tokens of 656 bytes, as vLLM's function writes them."""
-    kind = latent_formats.FORMATS["v3.2"]
-    if kv_cache.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn) or kv_cache.size(2) != kind.bytes:
-        raise ValueError(
-            f"kv_cache has shape {tuple(kv_cache.shape)} and dtype {kv_cache.dtype}: with kv_cache_dtype='fp8_ds_mla' "
-            f"it must be a uint8 tensor [pages, page_size, {kind.bytes}]."
-        )
-    if kv_c.size(1) != kind.latent or k_pe.size(1) not in (0, kind.rope) or k_pe.dtype != kv_c.dtype:
-        raise ValueError(
-            f"kv_c has shape {tuple(kv_c.shape)} and dtype {kv_c.dtype}, k_pe {tuple(k_pe.shape)} and {k_pe.dtype}: "
-            f"with kv_cache_dtype='fp8_ds_mla' they have {kind.latent} and {kind.rope} columns (or 0) and one dtype."
-        )
-    if not kv_c.is_floating_point():
-        raise ValueError(f"kv_c has dtype {kv_c.dtype}: use bfloat16 or float16.")
-    checks.same_device(kv_cache.device, "kv_cache is", kv_c=kv_c, k_pe=k_pe)
-    _check_slots(slot_mapping, min(kv_c.size(0), k_pe.size(0)), kv_cache)
-    if kv_cache.is_cuda:
-        errors.warn(
-            "concat_and_cache_mla(kv_cache_dtype='fp8_ds_mla') is computed with PyTorch: no kernel writes such tokens.",
-            errors.PerformanceWarning,
-        )
-    cache = latent_formats.as_bytes("kv_cache", kv_cache.unsqueeze(2), kind)
-    count, slots = slot_mapping.size(0), slot_mapping.to(cache.device)
-    latent_formats.pack(kv_c[:count], k_pe[:count], cache, slots, kind, power_of_two=False)
-
-
 @dataclass(frozen=True)
 class Places:
     """Checked caches ``[pages, page_size, heads, dim]``, slots on their device, and scales of keys and values."""
@@ -230,7 +120,7 @@ def checked(
     checks.tensors(key_cache=key_cache, value_cache=value_cache)
     k_cache, v_cache = checks.paged_cache((key_cache, value_cache), kv_layout, names=("key_cache", "value_cache"))
     _check_new(key, value, k_cache, v_cache, kv_layout)
-    _check_slots(slot_mapping, min(key.size(0), value.size(0)), k_cache)
+    check_slots(slot_mapping, min(key.size(0), value.size(0)), k_cache)
     device, heads = k_cache.device, k_cache.size(2)
     slots = slot_mapping.to(device, non_blocking=True).contiguous()
     k_scale, v_scale = (_scale(name, x, heads, device) for name, x in zip(("k_scale", "v_scale"), scales))
@@ -261,7 +151,7 @@ def _check_new(
         )
 
 
-def _check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
+def check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
     checks.tensors(slot_mapping=slots)
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -318,4 +208,3 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 _TYPES = get_type_hints(append_paged_kv_cache_by_slot)
 _in_graph = operators.in_place("append_by_slot", _TYPES, append_paged_kv_cache_by_slot, ("key_cache", "value_cache"))
-_quantised_in_graph = operators.in_place("write_latent", get_type_hints(_quantised), _quantised, ("kv_cache",))

@@ -297,7 +297,7 @@ def explain(
         head_dim_qk, head_dim_vo: default 128, head_dim_qk.
         features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
             "paged", "short_queries", "fp8_few_rows", "fp8_some_rows", "stats", "head_scale", "tensor_scale",
-            "unaligned", "unsized", "fp8_copies", "separate_rope", "separate_values", "token_lists", "packed_keys",
+            "unaligned", "unsized", "fp8_copies", "separate_rope", "separate_values", "token_lists", "quantized_cache",
             "extra_keys". Of "short_queries", "fp8_few_rows" and "fp8_some_rows" a batch has one at most: decode, or of
             fp8 keys below 16-bit queries up to 32, 128 and 1024 rows times heads per key head.
         batch_size, qo_len, kv_len: requests and the tokens of each: the tiles that may compute them are then compared,

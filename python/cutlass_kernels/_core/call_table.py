@@ -84,19 +84,19 @@ class Call(NamedTuple):
     extra_k: Annotated[
         torch.Tensor | None,
         "a second cache of selected keys, with the columns and heads of k: one softmax over both (DeepSeek V4 has a "
-        "window in k, and here what an indexer selects). Pages of any size, in 16 bits or bytes; v is k in the same "
-        "memory, and the values of these keys are their first columns, too. ``k_descale`` and ``v_descale`` are "
-        "factors of both caches.",
+        "window in k, and here what an indexer selects). Pages of any size, of the dtype of k or quantized. v is k in "
+        "the same memory, and the values of these keys are their first columns, too. ``k_descale`` and ``v_descale`` "
+        "are factors of both caches.",
     ] = None
     extra_indices_per_token: Annotated[torch.Tensor | None, ...] = None
     extra_topk_length: Annotated[
-        torch.Tensor | None, "what ``kv_indices_per_token`` and ``topk_length`` are, for ``extra_k``."
+        torch.Tensor | None, "as ``kv_indices_per_token`` and ``topk_length``, for ``extra_k``."
     ] = None
     kv_format: Annotated[
         str | None,
-        "how a latent cache of bytes (uint8), ``[pages, page_size, 1, bytes]``, holds its tokens: ``'v3.2'`` of 656 "
-        "bytes, ``'v4'`` of 584, ``'v4.1'`` or ``'v4.1_pages'`` of 528. Default: what the bytes say; those of 528 do "
-        "not. v is then k itself. For ``extra_k``, too, where it has as many bytes.",
+        "format of a quantized latent cache, uint8 ``[pages, page_size, 1, bytes]``: ``'v3.2'`` has 656 bytes per "
+        "token, ``'v4'`` 584, ``'v3.2_nope'``, ``'v4.1_pages'`` and ``'v4.1_tokens'`` 528. Default: from the number of "
+        "bytes; required for 528. Pass v=k. Applies to ``extra_k`` as well if that has the same size.",
     ] = None
     max_logits: Annotated[
         torch.Tensor | None,
@@ -131,7 +131,7 @@ class Call(NamedTuple):
     k_descale: Annotated[Scale, ...] = None
     v_descale: Annotated[
         Scale,
-        "dequantisation factors of fp8 tensors: numbers, or fp32 tensors of one element, ``[Hkv]`` or ``[B, Hkv]`` (of "
+        "dequantization factors of fp8 tensors: numbers, or fp32 tensors of one element, ``[Hkv]`` or ``[B, Hkv]`` (of "
         "q also ``[Hq]`` and ``[B, Hq]``), which may be expanded.",
     ] = None
     o_dtype: Annotated[
@@ -189,15 +189,26 @@ def is_natural(lse_base: Any) -> bool:
 # --- functions ---------------------------------------------------------------------------------------------------
 
 
-def function(name: str, run: Callable[[tuple[Any, ...]], Any], leave_out: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """A function with these arguments, all but q, k and v by keyword, which hands ``run`` the tuple of a call."""
+def function(
+    name: str, run: Callable[[tuple[Any, ...]], Any], leave_out: tuple[str, ...] = (), result: Any = torch.Tensor
+) -> Callable[..., Any]:
+    """A function with these arguments, all but q, k and v by keyword, which hands ``run`` the tuple of a call.
+
+    For Python none is keyword-only: a call looks up defaults of those one by one, 0.2 us in all.
+    """
     fields = [field for field in Call._fields if field not in leave_out]
     required = [field for field in fields if field not in Call._field_defaults]
-    optional = [f"{field}=_{field}" for field in fields if field in Call._field_defaults]
+    optional = [field for field in fields if field in Call._field_defaults]
     given = [f"_{field}" if field in leave_out else field for field in Call._fields]
-    line = f"return _run(({', '.join(given)}))"
-    new = made(name, [*required, "*", *optional], [line], Call._field_defaults | {"run": run})
-    new.__annotations__ = {field: TYPES[field] for field in fields}
+    sentence = f"{name}() takes {len(required)} positional arguments: pass the others by keyword."
+    lines = [f"if by_position is not _nothing: raise TypeError({sentence!r})", f"return _run(({', '.join(given)}))"]
+    parameters = [*required, "by_position=_nothing", *(f"{field}=_{field}" for field in optional)]
+    new = made(name, parameters, lines, Call._field_defaults | {"run": run, "nothing": object()})
+    new.__annotations__ = {field: TYPES[field] for field in fields} | {"return": result}
+    signature = inspect.signature(new)
+    shown = [x for x in signature.parameters.values() if x.name != "by_position"]
+    shown = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) if x.name in optional else x for x in shown]
+    new.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return new
 
 

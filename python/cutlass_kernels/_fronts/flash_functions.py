@@ -148,7 +148,7 @@ def flash_attn_func(
         causal: aligned to the last key: row i sees keys up to ``i + S - n``.
         qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits. With one key head of 64 columns and values of 512 this
             is latent attention (MLA). Else q and qv are joined, as k and v, and PyTorch computes ``D + Dv > 512``.
-        q_descale, k_descale, v_descale: fp32 ``[B, Hkv]``, dequantisation factors.
+        q_descale, k_descale, v_descale: fp32 ``[B, Hkv]``, dequantization factors.
         window_size: ``(left, right)``, -1 is no limit.
         attention_chunk: rows see the keys of their chunk of so many; 0 is none.
         softcap: c > 0 replaces a logit s by ``c tanh(s / c)``.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .._attend.plan_free import attend
 from .._caches import latent_formats
-from .._core import call_table, checks, extra_arguments
+from .._core import call_table, checks, extra_arguments, hints
 from .._core.problems import FP8_DTYPES
 from .._core.schedules import Schedule
 from .._core.tracing import is_traced
@@ -18,8 +18,9 @@ from .._core.tracing import is_traced
 Scale = float | torch.Tensor | None
 
 _NAME = "flash_mla_with_kvcache"
-_OF_EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-_UNSERVED = (352, 288)  # bytes per token of FlashMLA's other quantised caches
+_UNSERVED = (352, 288)  # bytes per token of FlashMLA's other quantized caches
+# SGLang's fork of FlashMLA has names of its own.
+_FORMATS = {"V32": "v3.2", "V32_NO_ROPE": "v3.2_nope", "V4": "v4", "V41": "v4.1_pages"}
 _LSE = dict(return_lse=True, lse_base=math.e)
 _pack_dense = call_table.packer(
     "q k v page_table seqused_k kv_format causal sm_scale q_descale k_descale v_descale out schedule", **_LSE
@@ -104,11 +105,11 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    kv_format: str | None = None,
     *,
     descale_q: Scale = None,
     descale_k: Scale = None,
     out: torch.Tensor | None = None,
-    kv_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latent attention (MLA) of decode steps over a paged cache, for any number of query rows.
 
@@ -120,8 +121,8 @@ def flash_mla_with_kvcache(
         q: ``[batch, rows, num_heads, 576]``: the absorbed queries, then those of the position. float16, bfloat16 or
             float8_e4m3fn. 512 columns for DeepSeek V4, whose values are the whole keys.
         k_cache: ``[pages, page_size, 1, 576]``, the values being its first ``head_dim_v`` columns. The dtype of q, or
-            float8_e4m3fn. Any page size. Or FlashMLA's quantised tokens, ``[pages, page_size, 1, bytes]`` of uint8,
-            int8 or float8_e4m3fn: 656 bytes (DeepSeek V3.2), 584 (V4) or 528 (V4.1), which PyTorch computes.
+            float8_e4m3fn. Any page size. Or a quantized latent cache, ``[pages, page_size, 1, bytes]`` of uint8, int8
+            or float8_e4m3fn: 656, 584 or 528 bytes per token, see ``kv_format``. PyTorch computes those.
         block_table: int32 ``[batch, M]``, the pages of each request. Not used with ``indices``, may be None.
         cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included. Not used with
             ``indices``, may be None.
@@ -131,8 +132,8 @@ def flash_mla_with_kvcache(
         num_splits: not used.
         softmax_scale: default ``1 / sqrt(576)``; DeepSeek's models need ``1 / sqrt(192)`` times their own factor.
         causal: whether rows see only keys up to their own position. Not with ``indices``.
-        is_fp8_kvcache: a cache of uint8 or int8 with the columns of q is then read as float8_e4m3fn. Not needed for the
-            quantised tokens.
+        is_fp8_kvcache: a cache of uint8 or int8 with the columns of q is then read as float8_e4m3fn. Not needed for
+            quantized latent caches.
         indices: int32 ``[batch, rows, topk]``, the keys of each row: ``page * page_size + offset``. Out-of-range
             indices, such as -1, are ignored.
         attn_sink: float32 ``[num_heads]``, with ``indices``. Multiplies the output by
@@ -140,12 +141,19 @@ def flash_mla_with_kvcache(
         topk_length: int32 ``[batch]``, with ``indices``: only the leftmost so many of a row count.
         extra_k_cache: with ``indices``, a second cache, whose keys join the same softmax. As ``k_cache``, with pages of
             any size, in the same or another format.
-        extra_indices_in_kvcache, extra_topk_length: what ``indices`` and ``topk_length`` are, for ``extra_k_cache``.
-        descale_q, descale_k: dequantisation factors of fp8 queries and of an fp8 cache: numbers, or float32 tensors of
-            one element. Not used with 16 bits, for which engines pass them, too.
+        extra_indices_in_kvcache, extra_topk_length: as ``indices`` and ``topk_length``, for ``extra_k_cache``.
+        kv_format: format of quantized latent caches. Default: from the number of bytes; required for 528.
+
+            - ``"v3.2"`` (or ``"V32"``): 656 bytes, DeepSeek V3.2
+            - ``"v3.2_nope"`` (``"V32_NO_ROPE"``): 528 bytes, the same without RoPE
+            - ``"v4"`` (``"V4"``): 584 bytes, DeepSeek V4
+            - ``"v4.1_pages"`` (``"V41"``): 528 bytes, DeepSeek V4.1, with the scales of a page behind its data, as
+              vLLM, SGLang and FlashMLA's releases before September 30, 2026 have it
+            - ``"v4.1_tokens"``: the same, with the scales of a token behind its data, as FlashMLA's release of that day
+        descale_q, descale_k: dequantization factors of fp8 queries and of an fp8 cache: numbers, or float32 tensors of
+            one element. Not used with 16 bits, for which engines pass them, too, and with quantized latent caches,
+            which hold their own.
         out: ``[batch, rows, num_heads, head_dim_v]``, where to write the output.
-        kv_format: how tokens of 528 bytes lie in their page. Default ``"v4.1"``, each with its scales, as FlashMLA has
-            it since September 30, 2026; ``"v4.1_pages"``, behind the page's data, as its releases before.
 
     Returns:
         The output ``[batch, rows, num_heads, head_dim_v]``, in the dtype of q (bfloat16 for fp8), and the natural LSE,
@@ -166,36 +174,39 @@ def flash_mla_with_kvcache(
     """
     for name, x, dims in (("q", q, 4), ("k_cache", k_cache, 4)):
         checks.tensor(name, x, dims)
-    extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
     if indices is None:
-        _check_dense(
-            q, block_table, cache_seqlens, attn_sink, {"topk_length": topk_length} | dict(zip(_OF_EXTRA, extra))
-        )
+        _check_dense(q, block_table, cache_seqlens, attn_sink)
+        if not (topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is None):
+            _refuse_lists(topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     else:
         _check_lists(q, indices, "indices")
-    k_cache, packed = _cache("k_cache", q, k_cache, is_fp8_kvcache, kv_format)
-    columns = checks.integer("head_dim_v", head_dim_v)
-    if packed is not None and columns != latent_formats.VALUES:
-        raise ValueError(f"head_dim_v={head_dim_v}, but values of such a cache have 512 columns: pass 512.")
-    values = k_cache if packed else k_cache[..., : _columns("head_dim_v", head_dim_v, "k_cache", k_cache)]
+    if kv_format is not None:
+        kv_format = _format(kv_format)
+    k_cache = _cache("k_cache", q, k_cache, is_fp8_kvcache, kv_format)
+    if extra_k_cache is not None:
+        checks.tensor("extra_k_cache", extra_k_cache, 4)
+        extra_k_cache = _cache("extra_k_cache", q, extra_k_cache, is_fp8_kvcache, kv_format)
+        _check_descale(descale_k, k_cache, extra_k_cache)
+    if is_fp8_kvcache and k_cache.element_size() > 1 and (extra_k_cache is None or extra_k_cache.element_size() > 1):
+        raise ValueError(f"is_fp8_kvcache=True, but k_cache has dtype {k_cache.dtype}: leave it out.")
+    if k_cache.dtype == torch.uint8:
+        values = _quantized_values(head_dim_v, k_cache)
+    else:
+        values = k_cache[..., : _columns("head_dim_v", head_dim_v, "k_cache", k_cache)]
     if q.dtype not in FP8_DTYPES:
         descale_q = None
-    if packed or k_cache.dtype not in FP8_DTYPES:
+    if k_cache.dtype not in FP8_DTYPES:
         descale_k = None
     options = (causal, softmax_scale, descale_q, descale_k, descale_k, out, _schedule_of(tile_scheduler_metadata))
     if indices is None:
-        call, names = _pack_dense(q, k_cache, values, block_table, cache_seqlens, packed, *options), _NAMES_OF_DENSE
+        call, names = _pack_dense(q, k_cache, values, block_table, cache_seqlens, kv_format, *options), _NAMES_OF_DENSE
     else:
-        if extra_k_cache is not None:
-            checks.tensor("extra_k_cache", extra_k_cache, 4)
-            extra_k_cache, of_extra = _cache("extra_k_cache", q, extra_k_cache, is_fp8_kvcache, kv_format)
-            packed = of_extra if packed is None or extra_k_cache.size(-1) in _UNCLEAR else packed
         if extra_indices_in_kvcache is not None:
             _check_lists(q, extra_indices_in_kvcache, "extra_indices_in_kvcache")
             extra_indices_in_kvcache = _by_row(extra_indices_in_kvcache)
         extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
         lists = _by_row(indices), topk_length, attn_sink
-        call, names = _pack_selected(q, k_cache, values, *lists, *extra, packed, *options), _NAMES
+        call, names = _pack_selected(q, k_cache, values, *lists, *extra, kv_format, *options), _NAMES
     result, lse = attend(call, names)
     return result, lse.transpose(1, 2)
 
@@ -213,16 +224,11 @@ def _check_lists(q: torch.Tensor, x: Any, name: str) -> None:
         )
 
 
-def _check_dense(
-    q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sink: Any, of_lists: dict[str, Any]
-) -> None:
+def _check_dense(q: torch.Tensor, block_table: Any, cache_seqlens: Any, attn_sink: Any) -> None:
     """Says what is wrong with arguments of a call without indices."""
     extra_arguments.unsupported(
         _NAME, "without indices, call attention(sinks=), whose LSE includes the sink.", attn_sink=attn_sink
     )
-    for name, given in of_lists.items():
-        if given is not None:
-            raise ValueError(f"{name} is given without indices, the keys of each row: pass both.")
     for name, given, form in (
         ("block_table", block_table, ", pages of a request"),
         ("cache_seqlens", cache_seqlens, ""),
@@ -235,34 +241,57 @@ def _check_dense(
             )
 
 
-_UNCLEAR = (528,)  # bytes per token that two formats have
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+def _refuse_lists(*of_lists: Any) -> NoReturn:
+    names = ("topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+    name = next(name for name, given in zip(names, of_lists) if given is not None)
+    raise ValueError(f"{name} is given without indices, the keys of each row: pass both.")
 
 
-def _cache(
-    name: str, q: torch.Tensor, cache: torch.Tensor, is_fp8: bool, kv_format: str | None
-) -> tuple[torch.Tensor, str | None]:
-    """The cache in the type of its elements, and the format of its tokens where these are bytes."""
-    latent_formats.check_name(kv_format)
-    size = cache.size(-1)
-    if cache.dtype in _BYTES and size != q.size(-1) and latent_formats.is_packed(cache.view(torch.uint8), kv_format):
-        found = latent_formats.format_of(name, cache, kv_format or ("v4.1" if size in _UNCLEAR else None))
-        return cache.view(torch.uint8), found.name
-    if cache.dtype in _BYTES and size in _UNSERVED:
-        raise NotImplementedError(
-            f"{name} has {size} bytes per token, a format of FlashMLA that is not served: pass 16 bits, or 656, 584 or "
-            "528 bytes."
-        )
-    if cache.dtype in (torch.uint8, torch.int8) and is_fp8 and size == q.size(-1):
-        return cache.view(torch.float8_e4m3fn), None
-    if cache.dtype in (torch.uint8, torch.int8):
+def _format(kv_format: Any) -> str:
+    found = _FORMATS.get(kv_format, kv_format) if isinstance(kv_format, str) else kv_format
+    latent_formats.check_name(found)
+    return str(found)
+
+
+def _cache(name: str, q: torch.Tensor, cache: torch.Tensor, is_fp8: bool, kv_format: str | None) -> torch.Tensor:
+    """The cache in the dtype of its elements; uint8 if it is quantized."""
+    columns, is_bytes = cache.size(-1), cache.dtype in latent_formats.BYTES
+    if columns != q.size(-1) and (is_bytes or cache.dtype == torch.float8_e4m3fn):
+        if columns in _UNSERVED:
+            raise NotImplementedError(
+                f"{name} has {columns} bytes per token, a format of FlashMLA that is not served: pass 16 bits, or "
+                f"{latent_formats.IN_WORDS}."
+            )
+        if latent_formats.is_quantized(cache.view(torch.uint8), kv_format):
+            return cache.view(torch.uint8)
+    if is_bytes and is_fp8 and columns == q.size(-1):
+        return cache.view(torch.float8_e4m3fn)
+    if is_bytes:
         raise ValueError(
             f"{name} has dtype {cache.dtype} and shape {tuple(cache.shape)}: pass float8_e4m3fn of {q.size(-1)} "
-            "columns, or such bytes with is_fp8_kvcache=True, or FlashMLA's tokens of 656, 584 or 528 bytes."
+            f"columns, such bytes with is_fp8_kvcache=True, or a quantized latent cache of {latent_formats.IN_WORDS} "
+            "per token."
         )
-    if is_fp8 and cache.dtype not in FP8_DTYPES:
-        raise ValueError(f"is_fp8_kvcache=True, but {name} has dtype {cache.dtype}: leave it out.")
-    return cache, None
+    return cache
+
+
+def _check_descale(descale_k: Scale, *caches: torch.Tensor) -> None:
+    """ValueError if ``descale_k`` would multiply keys of a quantized cache, too."""
+    dtypes = {x.dtype for x in caches}
+    if descale_k is not None and torch.uint8 in dtypes and not dtypes.isdisjoint(FP8_DTYPES):
+        raise ValueError(
+            f"descale_k={hints.shown(descale_k)} is given, but one of k_cache and extra_k_cache is a quantized latent "
+            "cache, which holds its own scales: leave descale_k out, or pass caches of one format."
+        )
+
+
+def _quantized_values(head_dim_v: Any, k_cache: torch.Tensor) -> torch.Tensor:
+    if checks.integer("head_dim_v", head_dim_v) != latent_formats.VALUES:
+        raise ValueError(
+            f"head_dim_v={head_dim_v}, but values of a quantized latent cache have {latent_formats.VALUES} columns: "
+            f"pass {latent_formats.VALUES}."
+        )
+    return k_cache
 
 
 def _columns(name: str, value: Any, of: str, k: torch.Tensor) -> int:

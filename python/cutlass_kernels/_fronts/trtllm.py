@@ -291,6 +291,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return_lse_base: str | None,
     sparse_mla_top_k: int,
     sparse_mla_top_k_lens: torch.Tensor | None,
+    kv_scale_format: str,
 ) -> Result:
     """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
 
@@ -301,16 +302,18 @@ def trtllm_batch_decode_with_kv_cache_mla(
         query: ``[batch, rows, num_heads, kv_lora_rank + qk_rope_head_dim]``, or with ``cum_seq_lens_q`` ``[rows,
             num_heads, ...]``. float16, bfloat16 or float8_e4m3fn.
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head behind the
-            first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns. Or uint8 with 656
-            bytes in place of the columns, DeepSeek V3.2's quantised tokens, which PyTorch computes.
+            first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns. Or a quantized latent
+            cache, uint8 ``[pages, page_size, bytes]``, which PyTorch computes: 656 bytes (DeepSeek V3.2), or 528
+            without RoPE, see ``kv_scale_format``.
         workspace_buffer: accepted, not used.
         qk_nope_head_dim: not used: ``bmm1_scale`` is the whole scale.
         kv_lora_rank, qk_rope_head_dim: 512 and 64; PyTorch computes others, slowly.
         block_tables: int32 ``[batch, M]``, the pages of each request. With ``sparse_mla_top_k`` the keys of each row,
             ``[batch, rows, sparse_mla_top_k]`` or ``[rows of all requests, sparse_mla_top_k]``: slots ``page *
-            page_size + offset``; others, such as -1, are none.
+            page_size + offset``; out-of-range indices, such as -1, are ignored.
         seq_lens: int32 ``[batch]``, keys of each request, those of its query rows included. With ``sparse_mla_top_k``,
-            so many of a row's indices count at most; may be None, and with ``cum_seq_lens_q`` is not used.
+            so many of a row's indices count at most: per request, or per row, ``[batch, rows]`` or ``[rows of all
+            requests]``. May be None then.
         max_seq_len: bound of ``seq_lens``; in CUDA graphs, of those of every replay.
         sparse_mla_top_k: width of the lists of keys in ``block_tables``. 0: these are pages, and rows see all keys up
             to their own position.
@@ -330,7 +333,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         max_q_len: bound of these lengths.
         backend: ``"auto"``, ``"trtllm-gen"``, ``"xqa"`` or ``"cute-dsl"``: all of them mean the kernels of this
             library.
-        enable_pdl, is_var_seq, cute_dsl_impl, kv_scale_format, multi_ctas_kv_counter_buffer: accepted, without effect.
+        enable_pdl, is_var_seq, cute_dsl_impl, multi_ctas_kv_counter_buffer: accepted, without effect.
+        kv_scale_format: required for 528 bytes per token, ``"pow2_fp32"`` or ``"arbitrary_fp32"`` for 4 scales of
+            float32. Else without effect.
         uses_shared_paged_kv_idx: False is refused.
         enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: refused; ``attention(kv_shard=)`` serves keys that are
             spread over ranks.
@@ -361,14 +366,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
     rank, rope = (checks.integer(*x) for x in zip(("kv_lora_rank", "qk_rope_head_dim"), dims))
     checks.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
     keys = _pages(kv_cache)
-    packed = rank + rope == 576 and latent_formats.is_packed(keys, "v3.2")
-    for name, x in (("query", query), ("kv_cache", kv_cache)):
-        if (x.size(-1) != rank + rope and not (packed and x is kv_cache)) or rank < 1:
+    kv_format = _format_of(keys, rank, rope, kv_scale_format) if keys.dtype is torch.uint8 else None
+    for name, x in (("query", query), ("kv_cache", kv_cache if kv_format is None else query)):
+        if x.size(-1) != rank + rope or rank < 1:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but kv_lora_rank={dims[0]} and qk_rope_head_dim={dims[1]} make "
                 f"{rank + rope} columns: pass 512 and 64 for DeepSeek's models."
             )
-    lists = _lists(given, sparse_mla_top_k, sparse_mla_top_k_lens, cum_seq_lens_q is not None)
+    lists = None
+    if type(sparse_mla_top_k) is not int or sparse_mla_top_k or sparse_mla_top_k_lens is not None:
+        lists = trtllm_call.row_lists(given, sparse_mla_top_k, sparse_mla_top_k_lens, cum_seq_lens_q)
     shape = (*query.shape[:-1], rank)
     o_dtype = torch.bfloat16
     if out is not None or query.dtype not in FP8_DTYPES:
@@ -387,11 +394,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return_lse = checks.flag("return_lse", return_lse)
     wants_lse = return_lse or lse is not None
     lens = given[4] if lists is not None else _lens(given[4])
-    values = keys if packed else keys[..., :rank]
+    values = keys[..., :rank] if kv_format is None else keys
     given = (query, (keys, values), *given[2:4], lens, *given[5:9], place, lse_place, wants_lse)
     rows, most_keys = (each, cum_seq_lens_q, max_q_len, None), checks.integer("max_seq_len", max_seq_len)
+    natural = return_lse_base == "basee"
     result = trtllm_call.attend(
-        given, rows, most_keys, (o_dtype, None), natural=return_lse_base == "basee", lists=lists
+        given, rows, most_keys, (o_dtype, None), natural=natural, lists=lists, kv_format=kv_format
     )
     found, found_lse = result if isinstance(result, tuple) else (result, None)
     if out is not None and place is None:
@@ -400,31 +408,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         lse.copy_(found_lse.view(lse.shape))
     found = found.view(shape) if out is None else out
     return (found, found_lse if lse is None else lse) if return_lse else found
-
-
-def _lists(given: tuple[Any, ...], width: Any, lengths: Any, is_ragged: bool) -> tuple[Any, Any] | None:
-    """The keys of each row, ``[rows, 1, width]``, and how many of them count; None without ``sparse_mla_top_k``."""
-    width, query, tables, lens = checks.integer("sparse_mla_top_k", width), given[0], given[3], given[4]
-    if not width:
-        if lengths is not None:
-            raise ValueError(
-                "sparse_mla_top_k_lens is given without sparse_mla_top_k, the width of the lists: pass both."
-            )
-        return None
-    rows = math.prod(query.shape[:-2])
-    shapes = [(rows, width)] if is_ragged else [(*query.shape[:2], width), (rows, width)]
-    checks.tensors(block_tables=tables)
-    if tuple(tables.shape) not in shapes or tables.dtype != torch.int32:
-        raise ValueError(
-            f"block_tables has shape {tuple(tables.shape)} and dtype {tables.dtype}: with sparse_mla_top_k={width} it "
-            f"must be an int32 tensor {list(shapes[0])}, the keys of each row."
-        )
-    if lengths is None and lens is not None and not is_ragged:
-        checks.tensors(seq_lens=lens)
-        if lens.dim() != 1 or lens.size(0) != query.size(0):
-            raise ValueError(f"seq_lens has shape {tuple(lens.shape)}: it must be an int32 tensor [{query.size(0)}].")
-        lengths = lens.clamp(0, width).to(torch.int32).unsqueeze(1).expand(query.shape[:2]).flatten()
-    return tables.reshape(rows, 1, width), lengths
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor | None:
@@ -445,6 +428,21 @@ def _pages(kv_cache: Any) -> torch.Tensor:
             "page_size, columns]."
         )
     return kv_cache.transpose(1, 2)
+
+
+def _format_of(keys: torch.Tensor, rank: int, rope: int, kv_scale_format: Any) -> str:
+    """``kv_format`` of a cache of uint8."""
+    names = {(656, 64): "v3.2", (656, 0): "v3.2"}
+    if kv_scale_format in ("pow2_fp32", "arbitrary_fp32"):
+        names[528, 0] = "v3.2_nope"
+    found = names.get((keys.size(-1), rope))
+    if found is None or rank != latent_formats.VALUES:
+        raise ValueError(
+            f"kv_cache is uint8 with {keys.size(-1)} bytes per token, kv_lora_rank={rank}, qk_rope_head_dim={rope} and "
+            f"kv_scale_format={kv_scale_format!r}: with kv_lora_rank=512 pass 656 bytes, or without RoPE 528 and "
+            "kv_scale_format='arbitrary_fp32'. For other formats call attention(kv_format=)."
+        )
+    return found
 
 
 def _lens(seq_lens: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._attend import plan_free
-from .._core import call_table, checks, extra_arguments, hints
+from .._core import call_table, checks, extra_arguments, hints, index_vectors
 from .._core.problems import FLOAT_DTYPES, FP8_DTYPES, HALF_DTYPES
 from .._core.run_options import Result
 from .._masks import mask_packing
@@ -22,7 +22,8 @@ OTHER_GPUS = "it is for Blackwell GPUs. Leave it out."
 _NOT_SET = {"cp_world": 1, "cp_rank": 0}
 _pack = call_table.packer(
     "q k v cu_seqlens_q seqused_k max_seqlen_q max_seqlen_k page_table kv_layout causal window packed_custom_mask "
-    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base kv_indices_per_token topk_length"
+    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base kv_indices_per_token topk_length "
+    "kv_format"
 )
 _NAMES = {"sm_scale": "bmm1_scale", "q_descale": "bmm1_scale", "v_descale": "bmm2_scale", "page_table": "block_tables"}
 _NAMES |= {"kv_indices_per_token": "block_tables", "topk_length": "sparse_mla_top_k_lens"}
@@ -81,12 +82,13 @@ TUPLES = {
 def attend(
     given: tuple[Any, ...],  # TUPLES
     rows_of: tuple[Any, ...],  # rows of each request, offsets of them, their bound, mask of draft tokens
-    max_kv_len: int,
+    max_kv_len: int | None,
     output: tuple[Any, Any],  # out_dtype, o_scale
     causal: bool = True,
     unit: float = 1.0,  # of bmm1_scale
     natural: bool = False,  # the LSE in base e instead of 2
-    lists: tuple[Any, Any] | None = None,  # keys of each row instead of block tables: kv_indices_per_token, topk_length
+    lists: tuple[Any, Any] | None = None,  # of row_lists()
+    kv_format: str | None = None,
 ) -> Result:
     query, kv_cache, kv_layout, block_tables, seq_lens, logits_scale, output_scale, *others = given
     window_left, sinks, out, lse, return_lse = others
@@ -100,11 +102,10 @@ def attend(
         checks.lse_output(lse, query.shape[:2], query.device)
     is_ragged = cu_seqlens_q is not None
     q, max_seqlen_q = (query, rows) if is_ragged else (_by_request(query, rows), None)
-    table: torch.Tensor | None = block_tables
-    most_keys: int | None = max_kv_len
-    kv_indices, topk_length = (None, None) if lists is None else lists
+    kv_indices = topk_length = None
     if lists is not None:
-        causal, cu_seqlens_q, max_seqlen_q, table, seq_lens, most_keys = False, None, None, None, None, None
+        kv_indices, topk_length = lists
+        causal, cu_seqlens_q, max_seqlen_q, block_tables, seq_lens, max_kv_len = False, None, None, None, None, None
     elif not is_ragged:
         _check_batch(block_tables, seq_lens, query.size(0) // rows)
     else:
@@ -114,8 +115,9 @@ def attend(
     bits = offsets = None
     if draft_mask is not None:
         page_size = k.size(1 if kv_layout == "NHD" else 2)
-        bound = min(max_kv_len, block_tables.size(1) * page_size)
-        bits, offsets = mask_packing.mask_of_drafts(draft_mask, cu_seqlens_q, seq_lens, rows, bound)
+        assert max_kv_len is not None
+        most_keys = min(max_kv_len, block_tables.size(1) * page_size)
+        bits, offsets = mask_packing.mask_of_drafts(draft_mask, cu_seqlens_q, seq_lens, rows, most_keys)
     sm_scale, q_descale = logits_scale, None
     if isinstance(logits_scale, torch.Tensor):
         checks.one_factor("bmm1_scale", logits_scale)
@@ -132,8 +134,8 @@ def attend(
         cu_seqlens_q,
         seq_lens,  # seqused_k
         max_seqlen_q,
-        most_keys,  # max_seqlen_k
-        None if table is None else _signed(table),  # page_table
+        max_kv_len,  # max_seqlen_k
+        _signed(block_tables),  # page_table
         kv_layout,
         causal,
         (window_left if type(window_left) is int else checks.window(window_left), -1),  # window
@@ -149,6 +151,7 @@ def attend(
         math.e if natural else 2,  # lse_base
         kv_indices,
         topk_length,
+        kv_format,
     )
     result = plan_free.attend(call, _NAMES)
     found, found_lse = result if isinstance(result, tuple) else (result, None)
@@ -209,6 +212,52 @@ def _rows(
             "request. For query lengths that differ, pass offsets."
         )
     return count
+
+
+def row_lists(given: tuple[Any, ...], width: Any, lengths: Any, cu_seqlens_q: Any) -> tuple[Any, Any]:
+    """``kv_indices_per_token`` and ``topk_length`` of a call with ``sparse_mla_top_k=width``."""
+    width, query, tables, seq_lens = checks.integer("sparse_mla_top_k", width), given[0], given[3], given[4]
+    if width < 1:
+        raise ValueError(
+            f"sparse_mla_top_k={width} is no width of lists in block_tables: pass theirs, or leave out both it and "
+            "sparse_mla_top_k_lens."
+        )
+    rows = math.prod(query.shape[:-2])
+    shapes = [(rows, width)] if cu_seqlens_q is not None else [(*query.shape[:2], width), (rows, width)]
+    checks.tensors(block_tables=tables)
+    if tuple(tables.shape) not in shapes or tables.dtype != torch.int32:
+        raise ValueError(
+            f"block_tables has shape {tuple(tables.shape)} and dtype {tables.dtype}: with sparse_mla_top_k={width} it "
+            f"must be an int32 tensor {list(shapes[0])}, the keys of each row."
+        )
+    if lengths is None and seq_lens is not None:
+        lengths = _lengths_of_rows(seq_lens, query.shape[:-2], cu_seqlens_q, query.device).clamp(0, width)
+    return tables.reshape(rows, 1, width), lengths
+
+
+def _lengths_of_rows(seq_lens: Any, shape: torch.Size, cu_seqlens_q: Any, device: torch.device) -> torch.Tensor:
+    """``seq_lens`` per request or per row, as int32 per row. ``shape`` is ``[batch, rows]`` or ``[rows]``."""
+    checks.tensors(seq_lens=seq_lens)
+    rows, batch = math.prod(shape), shape[0]
+    forms = [[batch], [rows], [*shape]]
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = index_vectors.index_vector("cum_seq_lens_q", cu_seqlens_q).to(device, non_blocking=True)
+        batch = cu_seqlens_q.numel() - 1
+        forms = [[batch], [rows]]
+    if [*seq_lens.shape] not in forms:
+        raise ValueError(
+            f"seq_lens has shape {tuple(seq_lens.shape)}: with sparse_mla_top_k it must be an int32 tensor "
+            f"{forms[0]}, one per request, or {forms[-1]}, one per row."
+        )
+    lengths = index_vectors.index_vector("seq_lens", seq_lens.flatten()).to(device, non_blocking=True)
+    if seq_lens.dim() == 2 or lengths.numel() != batch:
+        return lengths
+    if cu_seqlens_q is None:
+        return lengths.repeat_interleave(rows // batch) if batch else lengths
+    # Rows behind the last request have no keys.
+    places = torch.arange(rows, dtype=torch.int32, device=device)
+    requests = torch.searchsorted(cu_seqlens_q[1:].contiguous(), places, right=True)
+    return torch.cat([lengths, lengths.new_zeros(1)])[requests]
 
 
 def _check_batch(block_tables: Any, seq_lens: Any, batch: int) -> None:

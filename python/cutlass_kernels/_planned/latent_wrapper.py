@@ -348,7 +348,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
             return_lse_base_on_e: whether it is the natural logarithm; the default is base 2.
             query: ``[rows, num_heads, 576]``, or ``(q_nope, q_pe)``, in place of the two.
             kv_cache: ``[pages, page_size, 576]``, or ``(ckv_cache, kpe_cache)``, in place of the two.
-            ckv_scale, kpe_scale: dequantisation factors of an fp8 cache, positive numbers. Where they differ, ``q_pe``
+            ckv_scale, kpe_scale: dequantization factors of an fp8 cache, positive numbers. Where they differ, ``q_pe``
                 or ``q_nope`` is first multiplied by their quotient, and rounded: best is one factor.
             sinks: float32 ``[num_heads]``: ``exp(sinks[h])`` joins the softmax denominator and the LSE of head h.
             bmm1_scale: factor of ``q k^T``, in place of the planned ``sm_scale``: the softmax scale times the scales of

@@ -1,4 +1,4 @@
-"""Latent caches of bytes, written and read bit by bit from the description of their formats, in double precision."""
+"""Quantized latent caches, written and read bit by bit from the description of their formats, in double precision."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ U8, F64 = torch.uint8, torch.float64
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of a token, e4m3 columns, columns of a scale, bf16 columns, and what a token's place in a page means."""
+    """Bytes of a token, e4m3 columns, columns of a scale, bf16 columns."""
 
     size: int
     latent: int
     group: int
     rope: int
     scales: str  # "fp32" or "ue8m0"
+    by_page: bool = False  # scales of a page lie behind its data
 
     @property
     def columns(self) -> int:
@@ -27,10 +28,14 @@ class Layout:
 
 LAYOUTS = {
     "v3.2": Layout(656, 512, 128, 64, "fp32"),
-    "v4": Layout(584, 448, 64, 64, "ue8m0"),
-    "v4.1": Layout(528, 512, 32, 0, "ue8m0"),
-    "v4.1_pages": Layout(528, 512, 32, 0, "ue8m0"),
+    "v4": Layout(584, 448, 64, 64, "ue8m0", by_page=True),
+    "v3.2_nope": Layout(528, 512, 128, 0, "fp32"),
+    "v4.1_pages": Layout(528, 512, 32, 0, "ue8m0", by_page=True),
+    "v4.1_tokens": Layout(528, 512, 32, 0, "ue8m0"),
 }
+
+
+UNNAMED = [name for name, layout in LAYOUTS.items() if layout.size != 528]  # formats that follow from their bytes
 
 
 def addresses(name: str, page_size: int, token: int) -> tuple[int, int, int]:
@@ -39,7 +44,7 @@ def addresses(name: str, page_size: int, token: int) -> tuple[int, int, int]:
         return token * 656, token * 656 + 512, token * 656 + 528
     if name == "v4":
         return token * 576, page_size * 576 + token * 8, token * 576 + 448
-    if name == "v4.1":
+    if name in ("v3.2_nope", "v4.1_tokens"):
         return token * 528, token * 528 + 512, 0
     return token * 512, page_size * 512 + token * 16, 0
 

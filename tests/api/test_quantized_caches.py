@@ -1,4 +1,4 @@
-"""attention() over latent caches of bytes (kv_format), by lists and by pages, against the oracle."""
+"""attention() over quantized latent caches (kv_format), by lists and by pages, against the oracle."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from itertools import chain
 from typing import Any
 
 import oracle
-import packed_caches
 import pytest
+import quantized_caches
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
 from mla_problems import DEVICES
-from packed_caches import LAYOUTS
-from packed_problems import make, run
 from pairs import every
+from quantized_caches import LAYOUTS, UNNAMED
+from quantized_problems import make, run
 from refusals import Row, rows
 
 import cutlass_kernels as ck
@@ -47,25 +47,32 @@ def test_random_lists(device, name, seed):
 def test_every_byte_is_the_number_that_it_stands_for(name):
     """e4m3 bytes and exponents of scales, NaN included."""
     kind, layout = latent_formats.FORMATS[name], LAYOUTS[name]
-    cache = packed_caches.empty(name, 256, 1)
+    cache = quantized_caches.empty(name, 256, 1)
     every_byte = torch.arange(256, dtype=torch.int64)
     for page in range(256):
         view = cache.view.as_strided((layout.size,), (1,), page * cache.view.stride(0))
-        packed_caches.write(name, view, 1, 0, torch.Generator().manual_seed(page))
-        latent, scales, _ = packed_caches.addresses(name, 1, 0)
+        quantized_caches.write(name, view, 1, 0, torch.Generator().manual_seed(page))
+        latent, scales, _ = quantized_caches.addresses(name, 1, 0)
         view[latent : latent + 256] = (every_byte + page).to(U8)
         if layout.scales == "ue8m0":
             view[scales] = page
-    found = latent_formats.unpack(cache.view, kind)[:, 0]
+    stored = latent_formats.parts(cache.view, kind)
+    found = latent_formats.decoded(stored, kind)[:, 0]
     want = cache.numbers()
     torch.testing.assert_close(found.double(), want.float().double(), rtol=1e-6, atol=0.0, equal_nan=True)
     assert bool(want.isnan().any())
+    narrow = latent_formats.exact_dtype(kind)
+    assert narrow == (BF16 if layout.scales == "ue8m0" else torch.float32)
+    found = latent_formats.decoded(stored, kind, narrow)[:, 0]
+    torch.testing.assert_close(found.double(), want.float().to(narrow).double(), rtol=0.0, atol=2e-40, equal_nan=True)
 
 
 @DEVICES
 @every(form=["HND", "tokens", "tokens HND", "int8", "e4m3", "named", "parts", "dense", "values"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_forms_give_the_same(device, name, form):
+    if LAYOUTS[name].by_page and "tokens" in form:
+        pytest.skip("pages of 4 dimensions alone")
     problem = make([name], 3, device, pages=4, page_size=1 if "tokens" in form else 6)
     want, call = run(problem), problem.arguments()
     k = call["k"]
@@ -88,7 +95,7 @@ def test_forms_give_the_same(device, name, form):
 
 
 def test_queries_without_rope_read_the_latent_columns():
-    """GLM-5.3-Flash: 512 columns in records of 656 bytes."""
+    """GLM-5.3-Flash: 512 columns of 656 bytes."""
     problem = make(["v3.2"], 5, dim=512)
     problem.check(*run(problem))
 
@@ -110,10 +117,12 @@ def test_queries_of_other_types(dtype, name):
 @DEVICES
 @every(name=list(LAYOUTS), causal=[False, True], where=["table", "indptr", "ragged", "dense"])
 def test_requests(device, name, causal, where):
+    if LAYOUTS[name].by_page and where == "ragged":
+        pytest.skip("pages of 4 dimensions alone")
     lens, n, heads = [13, 0, 24], 2, 4
     layout, per_page = LAYOUTS[name], {"ragged": 1, "dense": 24}.get(where, 8)
     pages = sum(lens) if where == "ragged" else 3 if where == "dense" else 7
-    cache = packed_caches.empty(name, pages, per_page, device, padding=1 if where == "ragged" else 576)
+    cache = quantized_caches.empty(name, pages, per_page, device, padding=1 if where == "ragged" else 576)
     order = list(range(pages)) if where in ("ragged", "dense") else [5, 2, 0, 6, 1, 3, 4]
     need = [-(-m // per_page) for m in lens] if where != "dense" else [1, 1, 1]
     mine = [[order.pop(0) for _ in range(count)] for count in need]
@@ -121,7 +130,7 @@ def test_requests(device, name, causal, where):
     slots = [[page * per_page + i for page in of for i in range(per_page)][:m] for of, m in zip(mine, lens)]
     for slot in chain.from_iterable(slots):
         used[slot] = True
-    packed_caches.filled(cache, used)
+    quantized_caches.filled(cache, used)
     q = torch.randn(3, n, heads, layout.columns).to(device, BF16)
     k = cache.view.squeeze(1) if where == "ragged" else cache.view
 
@@ -139,7 +148,7 @@ def test_requests(device, name, causal, where):
     else:
         starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
         given |= dict(q=q.flatten(0, 1), cu_seqlens_q=ints([0, 2, 4, 6]), cu_seqlens_k=ints(starts))
-    kv_format = name if name.startswith("v4.1") else None
+    kv_format = None if name in UNNAMED else name
     call = dict(k=k, v=k, kv_format=kv_format, causal=causal, sm_scale=0.1, return_lse=True)
     out, lse = ck.attention(**given, **call)
     out, lse = out.view(3, n, heads, 512), lse.view(3, n, heads)
@@ -160,7 +169,7 @@ def test_new_outputs_have_the_columns_of_the_values():
     assert ck.attention(**problem.arguments()).shape == (5, 8, 512)
     empty = make(["v4"], 1, rows=0)
     assert ck.attention(**empty.arguments()).shape == (0, 8, 512)
-    gone = packed_caches.empty("v4", 0, 16).view
+    gone = quantized_caches.empty("v4", 0, 16).view
     out, lse = ck.attention(**make(["v4"], 1).arguments() | dict(k=gone, v=gone), return_lse=True)
     assert not out.any() and bool((lse == -torch.inf).all())
 
@@ -190,10 +199,14 @@ def both(k: torch.Tensor, **others: Any) -> dict[str, Any]:
 
 NARROW = Q[..., :512]
 REFUSED: list[Row] = [
-    *rows(ValueError, "{name}={value} is unknown: use one of 'v3.2', 'v4'", kv_format="fp8"),
+    *rows(ValueError, "{name}={value} is unknown: use one of 'v3.2', 'v3.2_nope'", kv_format="fp8"),
     *rows(ValueError, "{name}={value} is unknown", kv_format=656),
     (dict(kv_format="v4"), ValueError, "k has dtype torch.uint8 .* kv_format='v4' is .* 584 bytes"),
-    (both(of_bytes(528), q=NARROW), ValueError, "528 bytes .* pass kv_format='v4.1' or 'v4.1_pages'"),
+    (
+        both(of_bytes(528), q=NARROW),
+        ValueError,
+        "528 bytes .* pass kv_format='v3.2_nope' or 'v4.1_pages' or 'v4.1_tokens'",
+    ),
     (both(of_bytes(640)), ValueError, "q has head_dim 576 and k 640"),
     (both(of_bytes(576)), ValueError, "k and v have dtype torch.uint8"),
     (both(of_bytes(640), kv_format="v3.2"), ValueError, "640.* kv_format='v3.2' is .* 656 bytes"),
@@ -202,14 +215,22 @@ REFUSED: list[Row] = [
         ValueError,
         "k has dtype torch.bfloat16 .* kv_format='v4'",
     ),
-    (both(of_bytes(584)), ValueError, "q has head_dim 576, but kv_format='v4' has keys of 512 columns"),
-    (dict(q=Q[..., :448]), ValueError, "q has head_dim 448, but kv_format='v3.2' has keys of 576 or 512 columns"),
+    (both(of_bytes(584)), ValueError, r"q has head_dim 576, but k .*kv_format='v4'\) has keys of 512 columns"),
+    (dict(q=Q[..., :448]), ValueError, "q has head_dim 448, but k .* has keys of 576 or 512 columns"),
     (both(torch.zeros(3, 16, 2, 656, dtype=U8)), ValueError, "has one head"),
     (dict(v=of_bytes(656)), ValueError, "v has shape .*: pass v=k"),
     (dict(v=of_bytes(656)[..., :512]), ValueError, "v has shape .*: they may differ|pass v=k"),
-    (dict(k_rope=of_bytes(64)), ValueError, "k_rope=.* but a latent cache of bytes holds .* leave it out"),
+    (dict(k_rope=of_bytes(64)), ValueError, "k_rope=.* but a quantized latent cache holds .* leave it out"),
+    (
+        both(of_bytes(584).flatten(0, 1), q=NARROW),
+        ValueError,
+        r"page size must be known: pass \[pages, page_size, 1, 584",
+    ),
+    (both(of_bytes(584, 1).squeeze(1), q=NARROW), ValueError, "page size must be known"),
+    (both(of_bytes(528).flatten(0, 1), q=NARROW, kv_format="v4.1_pages"), ValueError, "page size must be known"),
+    (both(of_bytes(656).view(E4M3)), ValueError, "q has head_dim 576 and k 656"),
     (both(of_bytes(1312)[..., ::2]), ValueError, "k has stride 2 in its last dimension"),
-    (both(of_bytes(1168)[..., :584], q=NARROW), ValueError, "pages of kv_format='v4' are 16 \\* 584 bytes"),
+    (both(of_bytes(1168)[..., :584], q=NARROW), ValueError, "pages of kv_format='v4' are 16 \\* 584 adjacent bytes"),
     (both(of_bytes(656).float()), ValueError, "q has head_dim 576 and k 656"),
 ]
 

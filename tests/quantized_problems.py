@@ -1,4 +1,4 @@
-"""Query rows over latent caches of bytes, and over two caches, by lists of slots, and what calls over them give."""
+"""Query rows over quantized latent caches, and over two caches, by lists of slots, and what calls over them give."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import oracle
-import packed_caches
+import quantized_caches
 import torch
 from compare import assert_close, assert_lse_close
 from guards import poison_
-from packed_caches import LAYOUTS, Cache
 from problems import randn
+from quantized_caches import LAYOUTS, UNNAMED, Cache
 from selected_problems import some_slots
 
 import cutlass_kernels as ck
@@ -22,7 +22,7 @@ INT32 = torch.int32
 
 @dataclass
 class Scope:
-    """A cache of bytes, or of 16-bit numbers ``[pages, page_size, 1, columns]``, and what rows list of it."""
+    """A quantized cache, or one of 16-bit numbers ``[pages, page_size, 1, columns]``, and what rows list of it."""
 
     cache: Cache | torch.Tensor
     indices: torch.Tensor  # [rows, 1, K]
@@ -50,7 +50,7 @@ class Scope:
 
 
 @dataclass
-class Packed:
+class Quantized:
     """Rows with keys in one cache or two. Slots that no row lists are NaN."""
 
     q: torch.Tensor  # [rows, heads, dim]
@@ -98,7 +98,7 @@ class Packed:
         assert_lse_close(max_logits, want.largest, name="max_logits")
 
 
-def run(problem: Packed, backend: str = "auto", **given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(problem: Quantized, backend: str = "auto", **given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, LSE and largest logits of attention(), written over NaN."""
     call = problem.arguments() | given
     q = call["q"]
@@ -124,7 +124,7 @@ def scope_of(
 ) -> Scope:
     """A scope with a cache of this format, or of ``"numbers"``: random tokens where a row lists them."""
     name = "v4" if kind == "numbers" else kind
-    cache = packed_caches.some(name, rng, device, **sizes)
+    cache = quantized_caches.some(name, rng, device, **sizes)
     slots = cache.slots
     kinds = lists or ["any", "any", "none", "one", "last", "full"]
     indices = torch.tensor(
@@ -140,7 +140,7 @@ def scope_of(
         if slot >= 0:
             used[slot] = True
     if kind != "numbers":
-        packed_caches.filled(cache, used, rng.randrange(1000))
+        quantized_caches.filled(cache, used, rng.randrange(1000))
         return found
     generator = torch.Generator().manual_seed(rng.randrange(1000))
     shape = (cache.pages, cache.page_size, 1, dim)
@@ -161,7 +161,7 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     dim: int | None = None,
     **others: Any,
-) -> Packed:
+) -> Quantized:
     """Rows over caches of these kinds, the first of which is ``k``. ``others`` are those of ``scope_of``."""
     rng = random.Random(seed)
     dim = dim or next((LAYOUTS[x].columns for x in kinds if x != "numbers"), 576)
@@ -169,5 +169,5 @@ def make(
     q = randn((rows, heads, dim), torch.float32, "cpu", generator).to(device, dtype)
     given = dict(dim=dim, dtype=dtype) | others
     scopes = [scope_of(kind, rng, rows, width, device, **given) for kind, width in zip(kinds, widths)]
-    named = [x for x in kinds if x.startswith("v4.1")]
-    return Packed(q, scopes, named[0] if named else None)
+    named = [x for x in kinds if x != "numbers" and x not in UNNAMED]
+    return Quantized(q, scopes, named[0] if named else None)
