@@ -41,6 +41,17 @@ def test_packed_calls_have_the_defaults_of_the_rows():
             call_table.packer(fields, **constants)
 
 
+def test_arguments_with_defaults_are_given_by_keyword():
+    parameters = inspect.signature(ck.attention).parameters.values()
+    assert {x.name for x in parameters if x.default is x.empty} == {"q", "k", "v"}
+    assert all((x.kind is x.KEYWORD_ONLY) == (x.default is not x.empty) for x in parameters)
+    for more in ((None,), (None, None)):
+        with pytest.raises(TypeError, match=r"attention\(\) takes 3 positional arguments: pass the others by keyword"):
+            ck.attention(Q, Q, Q, *more)
+    with pytest.raises(TypeError, match="nonsense"):
+        ck.attention(Q, Q, Q, nonsense=1)
+
+
 class Foreign:
     query: torch.Tensor
     keys: torch.Tensor

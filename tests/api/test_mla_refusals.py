@@ -322,7 +322,7 @@ FLASH: list[Row] = [
     *rows(ValueError, "{name} is given without indices", topk_length=ints(1, 1)),
     *rows(ValueError, SHAPE, q=zeros(2, 4, 576), k_cache=zeros(9, 64, 576)),
     *rows(ValueError, "{name} has dtype torch.uint8 .* 656, 584", k_cache=torch.zeros(9, 64, 1, 640, dtype=U8)),
-    *rows(ValueError, "q has head_dim 576, but k .*kv_format='v4'", k_cache=torch.zeros(9, 64, 1, 584, dtype=U8)),
+    *rows(ValueError, "q has head_dim 576, but k_cache .*kv_format='v4'", k_cache=torch.zeros(9, 64, 1, 584, dtype=U8)),
     *rows(ValueError, "head_dim", k_cache=zeros(9, 64, 1, 512)),
     *rows(ValueError, NAMED, is_fp8_kvcache=True, head_dim_v=0),
     *rows(ValueError, NAMED, head_dim_v=640),

@@ -17,6 +17,7 @@ from refusals import Row, rows
 
 import cutlass_kernels as ck
 from cutlass_kernels._attend import selected_keys
+from cutlass_kernels._compute import selection
 
 INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
 BF16, HALF = torch.bfloat16, torch.float16
@@ -148,6 +149,43 @@ def test_caches_of_e4m3_share_their_scale():
         scope.cache = cache.to(BF16)
     call |= dict(k=caches[0], v=caches[0], extra_k=caches[1], k_descale=0.5, v_descale=0.5)
     problem.check(*run(problem, **call), head_scale=half, out_scale=half)
+
+
+@every(layout=["NHD", "HND"])
+def test_each_key_head_has_lists_of_its_own(layout):
+    generator = torch.Generator().manual_seed(1)
+    caches = [torch.randn(pages, 4, 2, 96, generator=generator).to(BF16) for pages in (3, 5)]
+    lists = [torch.randint(-1, 4 * x.size(0), (5, 2, 9), generator=generator).to(INT32) for x in caches]
+    q = torch.randn(5, 6, 96, generator=generator).to(BF16)
+    lens = torch.tensor([9, 0, 4, 1, 7], dtype=INT32)
+
+    def call(heads: slice, keys: slice) -> torch.Tensor:
+        k, extra = (x[:, :, keys].transpose(1, 2) if layout == "HND" else x[:, :, keys] for x in caches)
+        options = dict(kv_layout=layout, topk_length=lens, extra_k=extra, extra_topk_length=lens.flip(0))
+        first, second = (x[:, keys] for x in lists)
+        options |= dict(kv_indices_per_token=first, extra_indices_per_token=second)
+        return ck.attention(q[:, heads], k, k[..., :64], **options)
+
+    found = call(slice(0, 6), slice(0, 2))
+    want = torch.cat([call(slice(0, 3), slice(0, 1)), call(slice(3, 6), slice(1, 2))], 1)
+    torch.testing.assert_close(found, want, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "features"),
+    [
+        ("numbers", {"token_lists"}),
+        ("v4", {"quantized_cache"}),
+        ("numbers numbers", {"extra_keys"}),
+        ("v4 numbers", {"quantized_cache", "extra_keys"}),
+    ],
+)
+def test_what_keeps_kernels_from_a_call(monkeypatch, kinds, features):
+    asked, select = [], selection.select
+    monkeypatch.setattr(selection, "select", lambda backend, request: asked.append(request) or select(backend, request))
+    run(make(kinds.split(), 1))
+    known = {"token_lists", "quantized_cache", "extra_keys"}
+    assert [x.features & known for x in asked] == [features]
 
 
 @every(kinds=["v4 v4", "v3.2 v3.2", "numbers numbers"])

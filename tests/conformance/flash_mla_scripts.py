@@ -171,7 +171,7 @@ def test_sparse_decoding(script: Script, case: Any) -> None:
 
 
 def _of_16_bits(p: Any, t: Any, *metadata: Any) -> Any:
-    """lib.run_flash_mla_decode() over the numbers that the cache of bytes holds."""
+    """lib.run_flash_mla_decode() over the numbers that the quantized cache holds."""
     given = (t.q, t.kv_scope.blocked_k, None, None, p.d_v, *metadata, t.sm_scale)
     scope = dict(indices=t.kv_scope.indices_in_kvcache, topk_length=t.kv_scope.topk_length)
     return DECODING.module.flash_mla.flash_mla_with_kvcache(*given, **scope, attn_sink=t.attn_sink)

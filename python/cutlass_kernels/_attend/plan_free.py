@@ -64,7 +64,7 @@ def check(arguments: tuple[Any, ...], names: Mapping[str, str]) -> None:
 
 
 def _is_for_graphs(call: Call) -> bool:
-    return is_traced() or have_own_dispatch(call.q, call.k, call.v)
+    return is_traced() or have_own_dispatch(call.q, call.k, call.v, call.extra_k)
 
 
 def _traced(call: Call) -> Result:

@@ -160,7 +160,7 @@ def decoded(stored: list[torch.Tensor], kind: Format, dtype: torch.dtype = torch
     numbers = data.new_empty((*data.shape[:-1], kind.columns), dtype=dtype)
     latent = numbers[..., : kind.latent]
     latent.copy_(data.view(torch.float8_e4m3fn)[..., : kind.latent])
-    latent.unflatten(-1, (kind.scales, kind.group)).mul_(factors.unsqueeze(-1))
+    latent.unflatten(-1, (kind.scales, kind.group)).mul_(factors.to(dtype).unsqueeze(-1))
     if kind.rope:
         rope = data[..., kind.rope_at : kind.rope_at + 2 * kind.rope].contiguous().view(torch.bfloat16)
         numbers[..., kind.latent :].copy_(rope)

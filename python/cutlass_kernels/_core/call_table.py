@@ -201,9 +201,9 @@ def function(
     optional = [field for field in fields if field in Call._field_defaults]
     given = [f"_{field}" if field in leave_out else field for field in Call._fields]
     sentence = f"{name}() takes {len(required)} positional arguments: pass the others by keyword."
-    lines = [f"if by_position is not _nothing: raise TypeError({sentence!r})", f"return _run(({', '.join(given)}))"]
-    parameters = [*required, "by_position=_nothing", *(f"{field}=_{field}" for field in optional)]
-    new = made(name, parameters, lines, Call._field_defaults | {"run": run, "nothing": object()})
+    lines = [f"if by_position is not ...: raise TypeError({sentence!r})", f"return _run(({', '.join(given)}))"]
+    parameters = [*required, "by_position=...", *(f"{field}=_{field}" for field in optional)]
+    new = made(name, parameters, lines, Call._field_defaults | {"run": run})
     new.__annotations__ = {field: TYPES[field] for field in fields} | {"return": result}
     signature = inspect.signature(new)
     shown = [x for x in signature.parameters.values() if x.name != "by_position"]

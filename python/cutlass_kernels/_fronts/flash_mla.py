@@ -37,7 +37,7 @@ _pack_prefill = call_table.packer(
 # Of calls with indices, in errors.
 _NAMES = {"kv_indices_per_token": "indices", "sinks": "attn_sink", "k": "k_cache", "sm_scale": "softmax_scale"}
 _NAMES |= {"extra_k": "extra_k_cache", "extra_indices_per_token": "extra_indices_in_kvcache"}
-_NAMES_OF_DENSE: dict[str, str] = {}
+_NAMES_OF_DENSE = {"k": "k_cache"}
 _NAMES_OF_PREFILL = {"kv_indices_per_token": "indices", "sinks": "attn_sink", "k": "kv"}
 
 
@@ -152,7 +152,7 @@ def flash_mla_with_kvcache(
             - ``"v4.1_tokens"``: the same, with the scales of a token behind its data, as FlashMLA's release of that day
         descale_q, descale_k: dequantization factors of fp8 queries and of an fp8 cache: numbers, or float32 tensors of
             one element. Not used with 16 bits, for which engines pass them, too, and with quantized latent caches,
-            which hold their own.
+            which hold their own. Refused where one of two caches is quantized, and the other fp8.
         out: ``[batch, rows, num_heads, head_dim_v]``, where to write the output.
 
     Returns:

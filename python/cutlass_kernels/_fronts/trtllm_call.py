@@ -253,7 +253,7 @@ def _lengths_of_rows(seq_lens: Any, shape: torch.Size, cu_seqlens_q: Any, device
     if seq_lens.dim() == 2 or lengths.numel() != batch:
         return lengths
     if cu_seqlens_q is None:
-        return lengths.repeat_interleave(rows // batch) if batch else lengths
+        return lengths.unsqueeze(1).expand(shape).flatten()
     # Rows behind the last request have no keys.
     places = torch.arange(rows, dtype=torch.int32, device=device)
     requests = torch.searchsorted(cu_seqlens_q[1:].contiguous(), places, right=True)
