@@ -51,7 +51,7 @@ inline void set_pages(int kv_bytes, KernelParams* kernel_params) {
     return PagedMatrix{indices, static_cast<const char*>(view.data), kv_bytes * stride_page,
                        kv_bytes * view.stride_token, kv_bytes * view.stride_head};
   };
-  kernel_params->page_size = FastDivisor(std::uint32_t(pages.page_size));
+  kernel_params->page_size = FastDivisor(std::uint32_t(std::max(pages.page_size, pages.slots_per_page)));
   kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
   kernel_params->paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
   const std::int32_t* v_indices = pages.v_indices != nullptr ? pages.v_indices : pages.indices;

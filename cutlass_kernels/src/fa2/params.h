@@ -29,7 +29,7 @@ struct KernelParams {
   TileOrder order;
   RowTiles rows;
   // Pages.
-  FastDivisor page_size;
+  FastDivisor page_size;       // of keys by slots, slots_per_page
   std::uint32_t num_pages;     // at most 2^31: as unsigned numbers, negative indices are not below it
   PagedMatrix paged[2];        // K, V
   std::uint32_t first_v_page;  // PageTable::v_offset

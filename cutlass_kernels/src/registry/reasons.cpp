@@ -144,9 +144,9 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
                        "it belongs to, in the same rows.");
   }
   if (const std::string slots = needs_slots(params); !slots.empty() && !left.front()->reads_slots) {
-    reasons->push_back(
-        slots + " is for the kernels of latent attention (head dimensions 576 and 512) of fa3, not for these " + name +
-        " kernels: " + (params.pages.slots_per_page > 0 ? "give each request pages." : "leave it out."));
+    reasons->push_back(slots + " is for the kernels of latent attention (head dimensions 576 and 512), not for these " +
+                       name +
+                       " kernels: " + (params.pages.slots_per_page > 0 ? "give each request pages." : "leave it out."));
   }
   if (left.front()->refusal != nullptr) {
     std::string refusal = left.front()->refusal(params);

@@ -59,7 +59,8 @@ bool is_latent(const AttentionParams& params) {
 
 bool is_decode(const AttentionParams& params) {
   return params.q_dtype == params.kv_dtype && size_of(params.q_dtype) == 2 &&
-         (params.head_dim_qk == params.head_dim_vo || is_latent(params)) && decodes(params);
+         (params.head_dim_qk == params.head_dim_vo || is_latent(params)) && params.pages.slots_per_page == 0 &&
+         decodes(params);
 }
 
 namespace {

@@ -115,23 +115,48 @@ void check_units_of_slots() {
                   "fa3 counts places of rows in 32 bits: 16777216 pages of k");
 }
 
-/// Keys by slots, and what is asked for beside them, are for latent attention on fa3 alone.
+/// Keys by slots, and what is asked for beside them, are for latent attention alone.
 void check_slots() {
   ck::AttentionParams params = latent(16, 4, 1, 1000),
                       others = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 16, 1, 4, 1, 1000);
   others.max_qo_len = 1;
   list_slots(params);
   list_slots(others);
-  for (const auto& [of, backend] : {std::pair(&others, ck::Backend::kFa2), std::pair(&others, ck::Backend::kFa3),
-                                    std::pair(&params, ck::Backend::kFa2)}) {
-    const auto reasons = ck::not_supported_reasons(backend, *of, 90);
-    require(reasons.size() == 1 && reasons[0].find("slots_per_page=64 is for the kernels of latent attention") == 0,
-            reasons.empty() ? "slots are refused" : reasons[0]);
-  }
   params.max_logits = static_cast<float*>(at(kWorkspace));
   params.flash_mla_lse = true;
-  const auto reasons = ck::not_supported_reasons(ck::Backend::kFa3, params, 90);
-  require(reasons.empty(), reasons.empty() ? "" : reasons[0]);
+  for (const ck::Backend backend : {ck::Backend::kFa2, ck::Backend::kFa3}) {
+    auto reasons = ck::not_supported_reasons(backend, others, 90);
+    require(reasons.size() == 1 && reasons[0].find("slots_per_page=64 is for the kernels of latent attention") == 0,
+            reasons.empty() ? "slots are refused" : reasons[0]);
+    reasons = ck::not_supported_reasons(backend, params, 90);
+    require(reasons.empty(), reasons.empty() ? "" : reasons[0]);
+  }
+  ck::Plan plan;
+  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa3",
+          "fa3 takes keys by slots however few rows there are");
+}
+
+/// fa2 has separate kernels for keys by slots, which divide entries of the table by the slots of a page.
+void check_kernels_of_slots() {
+  for (const ck::DType kv_dtype : {ck::DType::kFloat16, ck::DType::kFloat8E4M3}) {
+    for (const int heads : {16, 128}) {
+      for (const bool by_slots : {false, true}) {
+        ck::AttentionParams params = latent(heads, 4, 1, 1000, kv_dtype);
+        list_slots(params);
+        if (!by_slots) params.pages.slots_per_page = 0;
+        stand_in::launches.clear();
+        const ck::Status status = ck::attention(params, at(kWorkspace), 1 << 30, nullptr, ck::Backend::kFa2);
+        require(status.ok(), status.message);
+        const auto launch = std::find_if(stand_in::launches.begin(), stand_in::launches.end(),
+                                         [](const auto& one) { return one.is("attention_kernel"); });
+        require(launch != stand_in::launches.end() && launch->is("BySlots") == by_slots,
+                "a kernel for slots, or pages");
+        const auto kernel_params = launch->argument<ck::fa2::KernelParams>();
+        require(kernel_params.page_size.divisor == (by_slots ? 64 : 1) && kernel_params.num_pages == 100,
+                "entries are slots, or pages");
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -147,4 +172,5 @@ void check_latent_attention() {
   check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);
   check_ropes_that_are_broadcast();
   check_slots();
+  check_kernels_of_slots();
 }

@@ -34,6 +34,7 @@ struct Tile {
   static constexpr int kWarps = kSplitsRoles ? 2 * kRoleWarps : kRoleWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr bool kPacked = true;  // fa2/tile_work.h
+  static constexpr bool kBySlots = false;
 
   // S. Warps w and w ^ kRowTiles compute the same keys, from the two halves of every 64 columns. Each has half of these
   // keys once they have added up their sums.
@@ -104,6 +105,16 @@ using FewFp8 = Tile<1, 64, 5, 9, 1>;        // 194 KB of shared memory: compute 
 using FewFp8Small = Tile<1, 64, 4, 9, 1>;   // 157 KB: 8.0
 using SomeFp8 = Tile<2, 64, 5, 9, 1>;       // 202 KB: 9.0
 using SomeFp8Small = Tile<2, 32, 4, 9, 1>;  // 83 KB: all devices
+
+// The same tile for requests that name their keys by slots (PageTable::slots_per_page): of 16-bit keys Some and
+// SomeSmall, of 8-bit keys SomeFp8Small. With all tiles, a full build would have 26 such kernels instead of 10.
+template <class Pages>
+struct BySlots : Pages {
+  static constexpr bool kBySlots = true;
+  static constexpr int kListed = Pages::kWork;  // bytes (stage, key): whether there is such a slot
+  static constexpr int kWork = kListed + Pages::kStages * Pages::kBlockN;
+  static constexpr int kBytes = kWork + (Pages::kBytes - Pages::kWork);
+};
 
 // LaunchPlan::tile_kind.
 enum TileKind { kFew = 0, kSome = 1, kMany = 2 };

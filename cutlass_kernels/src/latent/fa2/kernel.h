@@ -17,6 +17,9 @@
 // All warps know the m of their rows, and P is computed with the m of the block before. Only where a row exceeds its
 // headroom, mostly in the first KV block alone, the warps exchange maxima and compute P anew.
 //
+// Keys by slots have separate kernels (BySlots): an entry of the page table is one key, or none. They also write the
+// largest logit of each row. In the kernels for pages, both would take registers of the main loop.
+//
 //   config.h  the tiles: how warps share S and O       products.h  S = Q K^T, O += P V
 //   load.h    loads of Q and keys                      scores.h    from S to P
 //   store.h   O, LSE, partial results
@@ -95,6 +98,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
   OnlineSoftmax<2> softmax(params.transform.scale);
+  float largest[2] = {-INFINITY, -INFINITY};  // WarpScores::exceeds()
   const int half = mine.half;
   KeptQ<Tile> q;
   cp_async_wait<kFirstBlocks>();
@@ -146,11 +150,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
-    scores.mask(s, last_block - i);
+    if constexpr (Tile::kBySlots) {
+      scores.hide_missing(s, stage);
+    } else {
+      scores.mask(s, last_block - i);
+    }
     float sums[2];
     scores.write_p(s, softmax, sums);
     ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
-    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax)), 0)) {
+    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax, largest)), 0)) {
       scores.raise(s, softmax);
       scores.write_p(s, softmax, sums);
       __syncthreads();
@@ -175,7 +183,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
   // ---- The end of the tile. ----
   cp_async_wait<0>();
   __syncthreads();  // all warps are done with keys and factors
-  scores.finish(softmax);
+  scores.finish(softmax, largest);
   __syncthreads();
   const TileStore<Element, Tile> store{params, kept, shared_memory, warp, lane, mine.out_tile, mine.column};
   store(o);
@@ -239,8 +247,9 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
   };
 
   OnlineSoftmax<2> softmax(params.transform.scale);
-  float s[Tile::kTilesN][4] = {};  // S (8 keys, fragment)
-  bool exceeds = false;            // whether a row of s exceeds its headroom
+  float largest[2] = {-INFINITY, -INFINITY};  // WarpScores::exceeds()
+  float s[Tile::kTilesN][4] = {};             // S (8 keys, fragment)
+  bool exceeds = false;                       // whether a row of s exceeds its headroom
   float sums[2] = {0.0f, 0.0f};
   int stage = 0;
   CUTE_NO_UNROLL
@@ -258,13 +267,17 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
     q.scale_back(part);
     add_halves<Tile>(s, part, mine.half, mine.barrier(), sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
     scores.transform(s);
-    scores.mask(s, last_block - i);
-    exceeds = scores.exceeds(s, softmax);
+    if constexpr (Tile::kBySlots) {
+      scores.hide_missing(s, stage);
+    } else {
+      scores.mask(s, last_block - i);
+    }
+    exceeds = scores.exceeds(s, softmax, largest);
     scores.write_p(s, softmax, sums, i % 2);
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
   }
   __syncthreads();  // the O warps have read the factors
-  scores.finish(softmax);
+  scores.finish(softmax, largest);
   __syncthreads();
 }
 

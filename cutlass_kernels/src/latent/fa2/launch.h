@@ -37,8 +37,9 @@ Candidates only(const char* name, const AttentionParams& params, TileKind kind) 
 }
 
 inline Candidates candidates(const AttentionParams& params, const Device& device) {
-  if (decodes(params) && fits<Few>(device)) return only<Few>("few", params, kFew);
-  const bool some = decodes(params) ||
+  const bool by_slots = params.pages.slots_per_page > 0;
+  if (decodes(params) && fits<Few>(device) && !by_slots) return only<Few>("few", params, kFew);
+  const bool some = decodes(params) || by_slots ||
                     (!is_alone(params) && params.total_q * params.num_qo_heads <= Some::kBlockM * params.batch_size);
   return some || !fits<Many>(device) ? only<Some>("some", params, kSome) : only<Many>("many", params, kMany);
 }
@@ -65,8 +66,8 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 }
 
 inline Candidates fp8_candidates(const AttentionParams& params, const Device& device) {
-  return decodes(params) && fits<FewFp8Small>(device) ? only<FewFp8Small>("few", params, kFew)
-                                                      : only<SomeFp8>("some", params, kSome);
+  const bool few = decodes(params) && fits<FewFp8Small>(device) && params.pages.slots_per_page == 0;
+  return few ? only<FewFp8Small>("few", params, kFew) : only<SomeFp8>("some", params, kSome);
 }
 
 // The tiles for devices that lack the shared memory of the others, in a unit of their own
@@ -80,6 +81,17 @@ Status launch_that_fits(const LaunchParams& params, const Device& device, cudaSt
     if (!fits<Tile>(device)) return launch_small<Element, Kv>(params, stream);
   }
   return launch_tile<Element, Kv, Tile>(params, stream);
+}
+
+template <class Element, class Kv, AmpereTiles kAmpere>
+Status launch_slots(const LaunchParams& params, const Device& device, cudaStream_t stream) {
+  if (params.plan.tile_kind != kSome) return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+  if constexpr (std::is_same_v<Element, Kv>) {
+    return launch_that_fits<Element, Kv, BySlots<Some>, kAmpere>(params, device, stream);
+  } else {
+    static_assert(SomeFp8Small::kBlockM == SomeFp8::kBlockM);
+    return launch_tile<Element, Kv, BySlots<SomeFp8Small>>(params, stream);
+  }
 }
 
 template <class Element, class Kv, AmpereTiles kAmpere>
@@ -104,7 +116,8 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  return launch_kind<Element, Kv, kAmpere>(params, device, stream);
+  return params.pages.slots_per_page > 0 ? launch_slots<Element, Kv, kAmpere>(params, device, stream)
+                                         : launch_kind<Element, Kv, kAmpere>(params, device, stream);
 }
 
 template <class Element, class Kv, AmpereTiles kAmpere>
@@ -113,6 +126,7 @@ KernelEntry kernel_entry() {
   entry.candidates = std::is_same_v<Element, Kv> ? &candidates : &fp8_candidates;
   entry.refusal = &common_refusal;
   entry.reads_rope = true;
+  entry.reads_slots = true;
   entry.launch = &launch<Element, Kv, kAmpere>;
   return entry;
 }
@@ -125,8 +139,9 @@ Status launch_small(const LaunchParams& params, cudaStream_t stream) {
   static_assert(FewFp8::kBlockM == FewFp8Small::kBlockM);
   static_assert(SomeFp8::kBlockM == SomeFp8Small::kBlockM && Some::kBlockM == SomeSmall::kBlockM);
   if constexpr (std::is_same_v<Element, Kv>) {
-    return params.plan.tile_kind == kSome ? launch_tile<Element, Kv, SomeSmall>(params, stream)
-                                          : fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+    if (params.plan.tile_kind != kSome) return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+    return params.pages.slots_per_page > 0 ? launch_tile<Element, Kv, BySlots<SomeSmall>>(params, stream)
+                                           : launch_tile<Element, Kv, SomeSmall>(params, stream);
   } else {
     return params.plan.tile_kind == kFew ? launch_tile<Element, Kv, FewFp8Small>(params, stream)
                                          : launch_tile<Element, Kv, SomeFp8Small>(params, stream);

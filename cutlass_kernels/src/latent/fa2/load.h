@@ -4,6 +4,9 @@
 // row of every 32, whose address serves all steps, and a copy is a single instruction. The last step copies the last 64
 // columns, which may lie in a tensor of their own; of 8-bit keys these are 64 bytes, and half of the lanes rest. The
 // page indices of a KV block are read while the block before it in the order of copies is computed.
+//
+// Of keys by slots, the lanes that look an entry up leave in shared memory, with the stage, whether it is a slot
+// (BySlots::kListed). WarpScores::hide_missing() hides the others.
 #pragma once
 
 #include <cute/config.hpp>
@@ -107,6 +110,12 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
   }
 }
 
+// The thread block's shared memory, whose address takes no register.
+CUTE_DEVICE char* shared_bytes() {
+  extern __shared__ __align__(128) char shared_memory[];
+  return shared_memory;
+}
+
 template <class Tile>
 struct KeyLoader {
   using KeyCopy = RowCopy<Tile::kKeyBytes>;
@@ -114,7 +123,7 @@ struct KeyLoader {
   static constexpr int kRows = Tile::kBlockN / Tile::kRoleWarps / 4;  // of a lane
   static constexpr int kRowStep = Tile::kRoleWarps * 4;
 
-  // The pages of a lane's keys of a KV block, -1 for none; of tensors the rows.
+  // The pages, or slots, of a lane's keys of a KV block, -1 for none; of tensors the rows.
   struct Places {
     int of[kRows];
   };
@@ -153,10 +162,11 @@ struct KeyLoader {
       places.of[r] = -1;
       if (is_there && std::uint32_t(key - key_begin) < key_extent) {
         places.of[r] = kv_begin + key;
-        if (params.attention.pages.page_size > 0) {
+        if (Tile::kBySlots || params.attention.pages.page_size > 0) {
+          const std::uint32_t entry = Tile::kBySlots ? std::uint32_t(key) : params.page_size.divide(key);
           asm volatile("ld.global.nc.b32 %0, [%1];"
                        : "=r"(places.of[r])
-                       : "l"(params.attention.pages.indices + kv_begin + params.page_size.divide(key))
+                       : "l"(params.attention.pages.indices + kv_begin + entry)
                        : "memory");
         }
       }
@@ -164,23 +174,32 @@ struct KeyLoader {
     return places;
   }
 
+  // Nobody reads `stage` before the next barrier.
   CUTE_DEVICE Copies copies(int block, int stage, const Places& places) const {
     const LaunchParams& p = params.attention;
-    const bool paged = p.pages.page_size > 0;
+    const bool paged = Tile::kBySlots || p.pages.page_size > 0;
     const std::uint32_t end = paged ? params.num_pages : 1u << 31;
     const int bytes = bytes_of_lane(threadIdx.x % 32);
     Copies copies;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const int key = block * Tile::kBlockN + row + r * kRowStep;
-      const std::int64_t place = places.of[r];
-      const int slot = paged ? key - int(params.page_size.divide(key)) * p.pages.page_size : 0;
+      const int page = Tile::kBySlots ? int(params.page_size.divide(places.of[r])) : places.of[r];
+      // The page of a negative slot, as an unsigned number, is not below `end` either.
+      const bool exists = std::uint32_t(page) < end;
+      const std::int64_t place = page;
+      const int slot = Tile::kBySlots ? places.of[r] - page * int(params.page_size.divisor)
+                       : paged        ? key - int(params.page_size.divide(key)) * p.pages.page_size
+                                      : 0;
+      if constexpr (Tile::kBySlots) {
+        if (bytes == 0) shared_bytes()[Tile::kListed + stage * Tile::kBlockN + row + r * kRowStep] = exists;
+      }
       const auto address = [&](const ConstTensorView& view, std::int64_t stride_page) {
         const std::int64_t at = place * (paged ? stride_page : view.stride_token) + slot * view.stride_token;
         return bytes_at(view) + bytes + Tile::kKeyBytes * at;
       };
       copies.of[r] = {to + stage * Tile::kStageBytes + r * kRowStep * Tile::kKeyRowBytes};
-      if (std::uint32_t(places.of[r]) < end) {
+      if (exists) {
         copies.of[r].latent = address(p.k, p.pages.k_stride_page);
         copies.of[r].rope = p.k_rope.data != nullptr ? address(p.k_rope, p.pages.k_rope_stride_page)
                                                      : copies.of[r].latent + Tile::kKeyBytes * kLatentDim;

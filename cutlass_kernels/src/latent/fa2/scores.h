@@ -89,6 +89,18 @@ struct WarpScores {
     }
   }
 
+  // Hides keys of `stage` that are no slots, or not of this KV split (KeyLoader::copies()). All rows see the others.
+  CUTE_DEVICE void hide_missing(Fragments& s, int stage) const {
+    const char* first = shared + Tile::kListed + stage * Tile::kBlockN + first_key() + lane % 4 * 2;
+    const auto* listed = reinterpret_cast<const std::uint16_t*>(first);
+    CUTE_UNROLL
+    for (int i = 0; i < kTilesN; ++i) {
+      const std::uint32_t pair = listed[i * 4];
+      CUTE_UNROLL
+      for (int e = 0; e < 4; ++e) mask_unless_bit(s[i][e], pair, e % 2 * 8);
+    }
+  }
+
   // P of the scores to shared memory, in fragments of 16 keys; adds up the rows of it.
   CUTE_DEVICE void write_p(const Fragments& s, const OnlineSoftmax<2>& softmax, float (&sums)[2],
                            int buffer = 0) const {
@@ -133,10 +145,14 @@ struct WarpScores {
     }
   }
 
-  // Whether m of some row must be raised.
-  CUTE_DEVICE static bool exceeds(const Fragments& s, const OnlineSoftmax<2>& softmax) {
+  // Whether m of some row must be raised. Of keys by slots, keeps the `largest` s of the lane's part of a row.
+  CUTE_DEVICE static bool exceeds(const Fragments& s, const OnlineSoftmax<2>& softmax, float (&largest)[2]) {
     float thread_max[2];
     take_max(s, thread_max);
+    if constexpr (Tile::kBySlots) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], thread_max[r]);
+    }
     return softmax.exceeds(thread_max);
   }
 
@@ -164,8 +180,9 @@ struct WarpScores {
     });
   }
 
-  // Maxima and sums of the rows, for TileStore.
-  CUTE_DEVICE void finish(const OnlineSoftmax<2>& softmax) const {
+  // m and sums of the rows, and of keys by slots their maxima, for TileStore.
+  CUTE_DEVICE void finish(const OnlineSoftmax<2>& softmax, float (&largest)[2]) const {
+    if constexpr (Tile::kBySlots) OnlineSoftmax<2>::reduce_max(largest);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float m, sum;
@@ -173,6 +190,9 @@ struct WarpScores {
       if (lane % 4 == 0) {
         row_values(Tile::kRowSum)[group * Tile::kBlockM + row(r)] = sum;
         if (group == 0) row_values(Tile::kRowFactor)[row(r)] = m;
+        if constexpr (Tile::kBySlots) {
+          row_values(Tile::kRowMax)[group * Tile::kBlockM + row(r)] = largest[r] * softmax.scale;
+        }
       }
     }
   }

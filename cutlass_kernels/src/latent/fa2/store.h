@@ -31,8 +31,8 @@ struct PlaceOfRow {
   }
 };
 
-// By the warps that compute O, after a barrier behind WarpScores::finish(), which left the maximum of row r at
-// kRowFactor, and the sums of its groups at kRowSum.
+// By the warps that compute O, after a barrier behind WarpScores::finish(), which left m of row r at kRowFactor, the
+// sums of its groups at kRowSum, and of keys by slots their maxima at kRowMax.
 template <class Element, class Tile>
 struct TileStore {
   static constexpr int kPitch = Tile::kColumns * 2 + 16;  // bytes: lanes of 8 rows write 32 banks
@@ -52,15 +52,17 @@ struct TileStore {
     for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
       const int row = row_tile * 16 + r * 8 + lane / 4;
       const PlaceOfRow place(params, tile, row);
-      const float m = reinterpret_cast<const float*>(shared + Tile::kRowFactor)[row];
+      float m = reinterpret_cast<const float*>(shared + Tile::kRowFactor)[row];
       const float* sums = reinterpret_cast<const float*>(shared + Tile::kRowSum) + row;
       float sum = 0.0f;
       CUTE_UNROLL
       for (int group = 0; group < Tile::kGroups; ++group) sum += sums[group * Tile::kBlockM];
+      float weight = 1.0f;
+      if constexpr (Tile::kBySlots) weight = raise_to_maximum(row, m);
       if (partial) {
-        write_partial(o, r, place, m, sum);
+        write_partial(o, r, place, m, sum * weight, weight);
       } else {
-        stage(o, r, place, m, sum);
+        stage(o, r, place, m, sum * weight, weight);
       }
     }
     if (!partial) {
@@ -92,8 +94,9 @@ struct TileStore {
     for (int row = int(threadIdx.x) / 32; row < Tile::kBlockM; row += Tile::kWarps) {
       const PlaceOfRow place(params, tile, row);
       if (!place.exists) break;
-      store_row<Element>(p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
-                         work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
+      store_row<Element, Tile::kBySlots>(
+          p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head), work.batch,
+          std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
     }
   }
 
@@ -115,6 +118,10 @@ struct TileStore {
       return {o[run][e], o[run][e + 1]};
     }
   }
+  CUTE_DEVICE static float2 times(const float2& x, float weight) { return {x.x * weight, x.y * weight}; }
+  CUTE_DEVICE static float4 times(const float4& x, float weight) {
+    return {x.x * weight, x.y * weight, x.z * weight, x.w * weight};
+  }
   CUTE_DEVICE static std::uint32_t packed(const float2& x, float scale) {
     return Element::pack(x.x * scale, x.y * scale);
   }
@@ -122,8 +129,19 @@ struct TileStore {
     return {packed(float2{x.x, x.y}, scale), packed(float2{x.z, x.w}, scale)};
   }
 
+  // m becomes the row's largest logit, for max_logits. Returns what O and the sum are to be multiplied by.
+  CUTE_DEVICE float raise_to_maximum(int row, float& m) const {
+    if (!(m > -INFINITY)) return 1.0f;
+    const float below = m;
+    CUTE_UNROLL
+    for (int group = 0; group < Tile::kGroups; ++group) {
+      m = fmaxf(m, reinterpret_cast<const float*>(shared + Tile::kRowMax)[group * Tile::kBlockM + row]);
+    }
+    return exp2_approx(below - m);
+  }
+
   CUTE_DEVICE void write_partial(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r, const PlaceOfRow& place,
-                                 float m, float sum) const {
+                                 float m, float sum, float weight) const {
     if (!place.exists) return;
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
@@ -134,23 +152,27 @@ struct TileStore {
     const bool empty = has_no_key(m, sum);
     CUTE_UNROLL
     for (int i = 0; i < kRuns; ++i) {
-      *reinterpret_cast<Run*>(out + column_of(i)) = empty ? Run{} : run_of(o[r / 2], r, i);
+      *reinterpret_cast<Run*>(out + column_of(i)) = empty ? Run{} : times(run_of(o[r / 2], r, i), weight);
     }
   }
 
   CUTE_DEVICE char* staged() const { return shared + warp * kWarpBytes; }
 
   CUTE_DEVICE void stage(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r, const PlaceOfRow& place,
-                         float m, float sum) const {
+                         float m, float sum, float weight) const {
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
     const int head = place.exists ? place.head : tile.head;
-    float factor = p.v_scale * scale_of(p.output_scale, work.batch, head);
-    const FinishedRow finished = finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
+    float factor = p.v_scale * scale_of(p.output_scale, work.batch, head) * weight;
+    const FinishedRow finished = finish_row<Tile::kBySlots>(m, sum, p.sinks, head, [&](float by) { factor *= by; });
     const float scale = finished.scale(factor);
-    if (p.lse != nullptr && place.exists && column == 0 && lane % 4 == 0) {
+    if ((Tile::kBySlots || p.lse != nullptr) && place.exists && column == 0 && lane % 4 == 0) {
       const std::int64_t token = std::int64_t(work.q_begin) + tile.row_begin + place.token;
-      p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
+      if constexpr (Tile::kBySlots) {
+        write_row_stats(p, finished, m, sum, token, head);
+      } else {
+        p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
+      }
     }
     char* out = staged() + (r * 8 + lane / 4) * kPitch;
     CUTE_UNROLL
