@@ -25,13 +25,6 @@ INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 BF16, HALF = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(autouse=True)
-def served(request: pytest.FixtureRequest) -> None:
-    for name in {"target", "kernels"} & {*request.fixturenames}:
-        if request.getfixturevalue(name).backend == "fa2":
-            pytest.skip("fa2 has no kernel for lists of slots")
-
-
 def some(target: Any, seed: int, **changes: Any) -> tuple[Any, dict[str, Any]]:
     """A random problem of latent attention, and options of the oracle."""
     rng = random.Random(seed)

@@ -73,8 +73,7 @@ def _attention(x: Data) -> list[Call]:
             out,
             label="schedule",
         ),
-        # fa2 has no kernel for lists of slots.
-        *([Call(selected, of_lists, ("out", "max_logits"), apart=True)] if x.target.backend != "fa2" else []),
+        Call(selected, of_lists, ("out", "max_logits"), apart=True),
         *([Call(quantized, of_bytes, label="returns LSE", apart=True)] if x.target.is_reference else []),
     ]
 

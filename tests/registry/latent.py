@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import cutlass_kernels as ck
@@ -81,15 +80,13 @@ def _flash_mla(x: Data) -> list[Call]:
     of_bytes = (tensors[0], x.tokens_here(656), selected[2], x.tokens_here(656), selected[2][..., :9])
     return [
         Call(call, tensors, ("out",), label="returns LSE"),
-        *([Call(sparse, selected, ("out",), label="returns LSE")] if x.target.backend != "fa2" else []),
+        Call(sparse, selected, ("out",), label="returns LSE"),
         *([Call(quantized, of_bytes, label="returns LSE")] if x.target.is_reference else []),
     ]
 
 
 @public("flash_mla.flash_mla_sparse_fwd")
 def _flash_mla_prefill(x: Data) -> list[Call]:
-    if x.target.backend == "fa2":
-        pytest.skip("fa2 has no kernel for lists of slots")
     tensors = (x.randn(x.n, x.heads[0], 576).half(), x.randn(4 * x.page, 1, 576).half())
     tensors += (x.slots_here(x.n, 64 * x.size).unsqueeze(1),)
 
