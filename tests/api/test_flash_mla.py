@@ -141,9 +141,10 @@ def test_what_dense_calls_need_is_not_read():
         assert_bitwise(x, y)
 
 
-def test_sizes_of_other_models_on_the_cpu():
+@DEVICES
+def test_keys_that_are_values(device):
     """K = V of 512 columns, as GLM-5.3-Flash and DeepSeek V4 have them."""
-    problem = make(5, 6, 40, dims=(512, 512))
+    problem = make(5, 6, 40, device, dims=(512, 512))
     out, max_logits, _ = prefill(problem, sm_scale=0.1)
     want, _ = problem.expected(sm_scale=0.1)
     torch.testing.assert_close(out.double(), want.out, atol=1e-2, rtol=1e-2)

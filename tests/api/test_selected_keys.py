@@ -55,9 +55,9 @@ def given_of(options: dict[str, Any]) -> dict[str, Any]:
     return {{"soft_cap": "logits_soft_cap"}.get(name, name): x for name, x in options.items()}
 
 
-@every(seed=range(40))
-def test_random_lists(target, seed):
-    problem, options = some(target, seed)
+@every(dims=[(576, 512), (512, 512)], seed=range(40))
+def test_random_lists(target, dims, seed):
+    problem, options = some(target, seed, dims=dims)
     problem.check(*run(problem, target.backend, **given_of(options)), **options)
 
 
@@ -86,10 +86,10 @@ def test_a_slot_counts_as_often_as_it_is_listed(target):
     torch.testing.assert_close(out, values[:, None].expand_as(out), atol=1e-2, rtol=1e-2)
 
 
-@every(sinks=[False, True], lengths=[None, [0, 0, 0]])
-def test_rows_without_keys(target, sinks, lengths):
+@every(dims=[(576, 512), (512, 512)], sinks=[False, True], lengths=[None, [0, 0, 0]])
+def test_rows_without_keys(target, dims, sinks, lengths):
     lists = ["none"] if lengths is None else ["full"]
-    problem = make(3, 4, 70, target.device, lists=lists, lengths=lengths)
+    problem = make(3, 4, 70, target.device, dims=dims, lists=lists, lengths=lengths)
     given = dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], device=target.device)) if sinks else {}
     out, lse, max_logits = run(problem, target.backend, **given)
     assert not out.any() and bool((max_logits == -math.inf).all())

@@ -12,24 +12,25 @@ namespace cutlass_kernels::mla {
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 
-// Empty if the problem is supported.
-inline std::string common_refusal(const AttentionParams& p) {
-  if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
+// Empty if the problem is supported. reads_narrow_keys: the kernel reads keys by slots that have no columns of the
+// position, or whose values have them, too (DeepSeek V4).
+inline std::string common_refusal(const AttentionParams& p, bool reads_narrow_keys = false) {
+  const bool narrow = reads_narrow_keys && p.pages.slots_per_page > 0 && p.head_dim_qk == kLatentDim;
+  if ((!narrow && p.head_dim_qk != kLatentDim + kRopeDim) || p.head_dim_vo != kLatentDim) {
     return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are not supported: latent attention has 576 and 512, values being columns of the "
-           "keys.";
+           " are not supported: latent attention has 576" + (reads_narrow_keys ? ", by slots also 512," : "") +
+           " and 512, values being columns of the keys.";
   }
   if (p.num_kv_heads != 1) {
-    return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
-           ", but of keys with 576 columns all heads share one: make it 1.";
+    return "num_kv_heads=" + std::to_string(p.num_kv_heads) + ", but of latent keys all heads share one: make it 1.";
   }
   if (p.v.data != p.k.data || p.v.stride_token != p.k.stride_token || p.pages.v_stride_page != p.pages.k_stride_page ||
       p.pages.v_indices != nullptr || p.pages.v_offset != 0) {
-    return "Values of 512 columns beside keys of 576 must be the first columns of the keys, in the "
-           "same memory: pass v = k[..., :512].";
+    return "Values of 512 columns beside latent keys must be the first columns of the keys, in the same memory: pass "
+           "v = k[..., :512].";
   }
   if (p.mask.words != nullptr) {
-    return "A custom mask is not computed with keys of 576 columns: use causal, or a window.";
+    return "A custom mask is not computed with latent keys: use causal, or a window.";
   }
   return "";
 }

@@ -77,13 +77,16 @@ struct Consumer {
     const std::uint32_t phase = phase_of<Tile>(block);
     const std::uint64_t q = fa3::descriptor_k_major(q_base);
     const std::uint64_t k = fa3::descriptor_k_major(stage_base(block));
+    constexpr int kScorePanels = Tile::kHeadDimQk / 64;
+    constexpr int kOtherHalf = kScorePanels - kHalfPanels;  // its first panel, in the order in which S takes them
     CUTE_UNROLL
-    for (int n = kFirst ? 0 : kHalfPanels; n < (kFirst ? kHalfPanels : kPanels); ++n) {
-      const int panel = n < kHalfPanels    ? n + kHalf * kHalfPanels
-                        : n == kHalfPanels ? kRopePanel
-                                           : n - 1 - kHalf * kHalfPanels;
+    for (int n = kFirst ? 0 : kHalfPanels; n < (kFirst ? kHalfPanels : kScorePanels); ++n) {
+      const int panel = n < kHalfPanels  ? n + kHalf * kHalfPanels
+                        : n < kOtherHalf ? kRopePanel
+                                         : n - kOtherHalf + (1 - kHalf) * kHalfPanels;
       // Of keys by slots, the first panel of a group stands for all.
-      if (!Tile::kBySlots || n == 0 || n == kHalfPanels || n == kHalfPanels + 1) full[panel].wait(phase);
+      if (!Tile::kBySlots || n == 0 || n == kHalfPanels || n == kOtherHalf) full[panel].wait(phase);
+      if (Tile::kBySlots && !Tile::kHasPositions && n == kHalfPanels) full[kRopePanel].wait(phase);  // for `listed`
       fa3::wgmma_fence();
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {

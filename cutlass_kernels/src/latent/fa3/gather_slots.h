@@ -119,6 +119,7 @@ CUTE_DEVICE void gather_slots(const fa3::KernelParams& params, Shared<Tile>& sha
           for (int r = 0; r < kLaneRows; ++r) shared.listed[stage][r] = listed[r];
           shared.k_full[stage][kRopePanel].arrive();
         }
+        if (kPositions && !Tile::kHasPositions) continue;
         const int first = kPositions ? 0 : first_panel(group);
         if (complete) {
           copy(std::true_type{}, first);

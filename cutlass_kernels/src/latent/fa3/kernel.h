@@ -44,9 +44,10 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   }
   shared.q_full.init(1);
   shared.q_empty.init(8);
+  constexpr int kRopeArrivals = Tile::kHasPositions ? 32 + 1 : 1;
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
-      shared.k_full[stage][panel].init(Tile::kBySlots                   ? (panel == kRopePanel ? 33 : 2 * 32)
+      shared.k_full[stage][panel].init(Tile::kBySlots                   ? (panel == kRopePanel ? kRopeArrivals : 2 * 32)
                                        : source == KeySource::kGathered ? 32
                                                                         : 1);
     }

@@ -18,6 +18,7 @@ inline Candidates candidates(const AttentionParams& params, const Device&) {
 // The latent columns as k_map and q_map, those of the position as the maps that load.h names.
 inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelParams* out) {
   constexpr std::int64_t kOffset = 2 * kLatentDim;  // bytes
+  const bool has_positions = params.head_dim_qk > kLatentDim;
   LaunchParams latent = params, rope = params;
   latent.head_dim_qk = kLatentDim;
   rope.head_dim_qk = kRopeDim;
@@ -31,10 +32,12 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
   if (params.k_rope.data != nullptr) rope.pages.k_stride_page = params.pages.k_rope_stride_page;
   fa3::KernelParams of_rope = *out;
   if (Status made = fa3::make_maps(latent, block_n, out); !made.ok()) return made;
-  if (Status made = fa3::make_maps(rope, block_n, &of_rope); !made.ok()) return made;
-  out->o_map = of_rope.q_map;
-  out->v_map = of_rope.k_map;
-  out->v_units = of_rope.k_units;
+  if (has_positions) {
+    if (Status made = fa3::make_maps(rope, block_n, &of_rope); !made.ok()) return made;
+    out->o_map = of_rope.q_map;
+    out->v_map = of_rope.k_map;
+    out->v_units = of_rope.k_units;
+  }
   if (params.pages.slots_per_page == 0) return Status::success();
   const fa3::RowsOfTensor o{params.o.data,  params.o.stride_token, params.o.stride_head,
                             params.total_q, params.num_qo_heads,   kLatentDim};
@@ -42,7 +45,7 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
 }
 
 inline std::string refusal(const AttentionParams& p) {
-  if (std::string fault = common_refusal(p); !fault.empty()) return fault;
+  if (std::string fault = common_refusal(p, /*reads_narrow_keys=*/true); !fault.empty()) return fault;
   if (std::string fault = fa3::refusal(p); !fault.empty()) return fault;
   // Columns with a tensor of their own have maps of their own.
   AttentionParams rope = p;
@@ -77,8 +80,9 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  return params.pages.slots_per_page > 0 ? launch_tile<Element, SlotsTile>(params, stream)
-                                         : launch_tile<Element, Tile>(params, stream);
+  if (params.pages.slots_per_page == 0) return launch_tile<Element, Tile>(params, stream);
+  return params.head_dim_qk == kLatentDim ? launch_tile<Element, NarrowSlotsTile>(params, stream)
+                                          : launch_tile<Element, SlotsTile>(params, stream);
 }
 
 }  // namespace cutlass_kernels::mla

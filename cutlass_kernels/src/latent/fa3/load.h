@@ -31,9 +31,10 @@ template <class Tile>
 CUTE_DEVICE void load_q_of_job(const fa3::KernelParams& params, Shared<Tile>& shared, const Job& job,
                                std::uint32_t q_empty) {
   shared.q_empty.wait(q_empty);
-  shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens * int(params.packed.heads.divisor));
+  constexpr int kPanelsQ = Tile::kHeadDimQk / 64;
+  shared.q_full.arrive_and_expect(kPanelsQ * 128 * params.packed.tokens * int(params.packed.heads.divisor));
   CUTE_NO_UNROLL
-  for (int panel = 0; panel < kPanels; ++panel) {
+  for (int panel = 0; panel < kPanelsQ; ++panel) {
     const bool rope = panel == kRopePanel;
     fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full, fa3::CacheHint::kEvictFirst,
                   shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,

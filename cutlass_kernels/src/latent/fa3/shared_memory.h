@@ -25,6 +25,7 @@ struct Tile {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kBySlots = false;
+  static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
   static constexpr bool kShares = true;
@@ -37,6 +38,12 @@ struct SlotsTile : Tile {
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
   static constexpr bool kBySlots = true;
+};
+
+// The same without columns of the position: keys are values (DeepSeek V4), or have no position (GLM-5.3-Flash).
+struct NarrowSlotsTile : SlotsTile {
+  static constexpr int kHeadDimQk = kLatentDim;
+  static constexpr bool kHasPositions = false;
 };
 
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
