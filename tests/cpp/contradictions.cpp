@@ -89,6 +89,15 @@ AttentionParams by_slots() {
   return p;
 }
 
+/// The same over a quantized latent cache, whose strides are in bytes.
+AttentionParams by_slots_of_tokens() {
+  AttentionParams p = by_slots();
+  p.kv_dtype = DType::kLatentV32;
+  p.k = p.v = {memory, 656, 656};
+  p.pages.k_stride_page = p.pages.v_stride_page = 64 * 656;
+  return p;
+}
+
 AttentionParams single() {
   AttentionParams p = ragged();
   p.batch_size = 1;
@@ -210,6 +219,14 @@ std::vector<Case> sizes() {
   });
   add(by_slots, "cannot be used with a bit mask", [=](auto& p) { mask(p), p.mask.indptr = indptr; });
   add(by_slots, "cannot be used with ALiBi", [](auto& p) { p.alibi.slopes = floats(4); });
+  add(by_slots_of_tokens, nullptr, [](auto&) {});
+  add(by_slots_of_tokens, "kv_dtype of tokens of 656 bytes needs keys by slots", [](auto& p) {
+    p.pages.slots_per_page = 0;
+    p.pages.page_size = 64;
+  });
+  add(by_slots_of_tokens, "with k_rope: they have its columns", [](auto& p) { p.k_rope = {memory, 64, 64}; });
+  add(by_slots_of_tokens, "with a token stride of 576 bytes in k",
+      [](auto& p) { p.k.stride_token = p.v.stride_token = 576; });
   add(by_slots, nullptr, [](auto& p) { p.pages.num_pages = kMost / 64; });
   add(by_slots, "num_pages=33554432 of slots_per_page=64", [](auto& p) { p.pages.num_pages = kMost / 64 + 1; });
   add(by_slots, nullptr, [](auto& p) { p.pages.slots_per_page = 1, p.pages.num_pages = kMost; });

@@ -12,7 +12,16 @@ typedef struct CUstream_st* cudaStream_t;
 namespace cutlass_kernels {
 
 /// Element type of a tensor.
-enum class DType : std::int32_t { kFloat16, kBFloat16, kFloat32, kFloat8E4M3, kFloat8E5M2 };
+enum class DType : std::int32_t {
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat8E4M3,
+  kFloat8E5M2,
+  /// A token of a quantized latent cache, 656 bytes: 512 columns of e4m3, four fp32 scales of 128 columns each, 64
+  /// columns of bfloat16 (vLLM's fp8_ds_mla). Of keys alone; strides are in bytes, k and v the same memory.
+  kLatentV32,
+};
 
 /// A family of kernels. kAuto lets the library choose from the device and the request.
 enum class Backend : std::int32_t { kAuto, kFa2, kFa3 };

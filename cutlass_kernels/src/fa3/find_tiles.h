@@ -40,13 +40,16 @@ CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, 
 template <class Tile, class SharedMemory>
 class TileClaims {
  public:
-  CUTE_DEVICE TileClaims(const KernelParams& params, const SharedMemory& shared)
+  // index: that of the tile claimed last; -1 if there is none.
+  CUTE_DEVICE TileClaims(const KernelParams& params, const SharedMemory& shared, int index = -1)
       : params_(params),
         shared_(shared),
         ranks_(num_ranks(params.attention.plan)),
         counter_(reinterpret_cast<TicketCounter*>(params.attention.plan.tile_counter)),
         claimers_(int(gridDim.x) / Tile::kCtasPerTile),
-        index_(-1) {}
+        index_(index) {}
+
+  CUTE_DEVICE int index() const { return index_; }
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {

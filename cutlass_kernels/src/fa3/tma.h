@@ -45,6 +45,20 @@ class Barrier {
         "r"(parity)
         : "memory");
   }
+  // Whether wait() would return at once.
+  CUTE_DEVICE bool test(std::uint32_t parity) {
+    std::uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(address()), "r"(parity)
+        : "memory");
+    return done != 0;
+  }
   CUTE_DEVICE std::uint32_t address() const { return shared_address(&state_); }
 
  private:

@@ -14,7 +14,7 @@ constexpr int kRopeDim = 64;
 
 // Empty if the problem is supported. reads_narrow_keys: the kernel reads keys by slots that have no columns of the
 // position, or whose values have them, too (DeepSeek V4).
-inline std::string common_refusal(const AttentionParams& p, bool reads_narrow_keys = false) {
+inline std::string refusal_of_latent(const AttentionParams& p, bool reads_narrow_keys) {
   const bool narrow = reads_narrow_keys && p.pages.slots_per_page > 0 && p.head_dim_qk == kLatentDim;
   if ((!narrow && p.head_dim_qk != kLatentDim + kRopeDim) || p.head_dim_vo != kLatentDim) {
     return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
@@ -34,5 +34,6 @@ inline std::string common_refusal(const AttentionParams& p, bool reads_narrow_ke
   }
   return "";
 }
+inline std::string common_refusal(const AttentionParams& p) { return refusal_of_latent(p, false); }
 
 }  // namespace cutlass_kernels::mla

@@ -16,6 +16,8 @@ const char* to_string(DType dtype) {
       return "float8_e4m3fn";
     case DType::kFloat8E5M2:
       return "float8_e5m2";
+    case DType::kLatentV32:
+      return "latent_v3.2";
   }
   return "unknown dtype";
 }

@@ -122,6 +122,22 @@ std::string impossible_slots(const AttentionParams& params) {
   return "";
 }
 
+/// What is wrong with keys that are tokens of a quantized latent cache.
+std::string impossible_tokens(const AttentionParams& params) {
+  const int bytes = token_bytes_of(params.kv_dtype);
+  if (bytes == 0) return "";
+  const std::string type = "kv_dtype of tokens of " + number(bytes) + " bytes";
+  if (params.pages.slots_per_page == 0) {
+    return type + " needs keys by slots: set slots_per_page, and name each key in indices.";
+  }
+  if (params.k_rope.data != nullptr) return type + " with k_rope: they have its columns. Leave it null.";
+  if (params.pages.slots_per_page > 1 && params.k.stride_token < bytes) {
+    return type + " with a token stride of " + number(params.k.stride_token) +
+           " bytes in k: tokens would overlap. Strides of such a cache are in bytes.";
+  }
+  return "";
+}
+
 /// What is wrong with q_rope and k_rope, of which either may be null.
 std::string impossible_rope(const AttentionParams& params, bool with_tensors) {
   using mla::kLatentDim, mla::kRopeDim;
@@ -284,6 +300,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   if (std::string fault = impossible_shard(params); !fault.empty()) return fault;
   if (std::string fault = impossible_slots(params); !fault.empty()) return fault;
+  if (std::string fault = impossible_tokens(params); !fault.empty()) return fault;
   if (params.fixed_split_size < 0) {
     return "fixed_split_size=" + number(params.fixed_split_size) + " must not be negative; 0 lets the library choose.";
   }

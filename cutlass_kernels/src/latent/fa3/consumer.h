@@ -85,8 +85,10 @@ struct Consumer {
                         : n < kOtherHalf ? kRopePanel
                                          : n - kOtherHalf + (1 - kHalf) * kHalfPanels;
       // Of keys by slots, the first panel of a group stands for all.
-      if (!Tile::kBySlots || n == 0 || n == kHalfPanels || n == kOtherHalf) full[panel].wait(phase);
+      const bool waits = !Tile::kBySlots || n == 0 || n == kHalfPanels || n == kOtherHalf;
+      if (waits) full[panel].wait(phase);
       if (Tile::kBySlots && !Tile::kHasPositions && n == kHalfPanels) full[kRopePanel].wait(phase);  // for `listed`
+      if (Tile::kQuantized && waits) fa3::fence_proxy_async();  // producers do not: gather_quantized.h
       fa3::wgmma_fence();
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {

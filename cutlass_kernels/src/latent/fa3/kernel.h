@@ -29,6 +29,7 @@
 #include "fa3/find_tiles.h"
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
+#include "latent/fa3/gather_quantized.h"
 #include "latent/fa3/gather_slots.h"
 #include "latent/fa3/load.h"
 #include "latent/fa3/shared_memory.h"
@@ -40,14 +41,17 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.job_wanted.init(1);
   for (int i = 0; i < kJobBuffers; ++i) {
     shared.job_full[i].init(1);
-    shared.job_empty[i].init((Tile::kBySlots ? 3 * 32 : 1 + 2 * 32) + 256);
+    constexpr int kReaders = Tile::kQuantized ? 4 * 32 : Tile::kBySlots ? 3 * 32 : 1 + 2 * 32;
+    shared.job_empty[i].init(kReaders + 256);
   }
   shared.q_full.init(1);
   shared.q_empty.init(8);
-  constexpr int kRopeArrivals = Tile::kHasPositions ? 32 + 1 : 1;
+  // The latent columns by two warps, or by a lane of each of four; those of the position with `listed`.
+  constexpr int kLatentArrivals = Tile::kQuantized ? 4 : 2 * 32;
+  constexpr int kRopeArrivals = (Tile::kQuantized ? 4 : 1) * (Tile::kHasPositions ? 32 + 1 : 1);
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
-      shared.k_full[stage][panel].init(Tile::kBySlots                   ? (panel == kRopePanel ? kRopeArrivals : 2 * 32)
+      shared.k_full[stage][panel].init(Tile::kBySlots ? (panel == kRopePanel ? kRopeArrivals : kLatentArrivals)
                                        : source == KeySource::kGathered ? 32
                                                                         : 1);
     }
@@ -60,13 +64,16 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   }
   shared.landed[0].init(1);
   shared.landed[1].init(1);
+  if constexpr (Tile::kQuantized) shared.claimed.index = -1;
   fa3::fence_barrier_init();
 }
 
-template <class Tile>
+template <class Element, class Tile>
 CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp, KeySource source) {
   const int lane = threadIdx.x % 32;
-  if (warp == 0) {
+  if constexpr (Tile::kQuantized) {
+    gather_quantized<Element, Tile>(params, shared, warp);
+  } else if (warp == 0) {
     if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
   } else if constexpr (Tile::kBySlots) {
     if (warp == 1) {
@@ -104,7 +111,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();
   if (warp < 4) {
     decrease_registers<Tile::kProducerRegisters>();
-    produce<Tile>(params, shared, warp, source);
+    produce<Element, Tile>(params, shared, warp, source);
   } else if (warp < 8) {
     increase_registers<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, 0>(params, shared).run();

@@ -45,7 +45,8 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
 }
 
 inline std::string refusal(const AttentionParams& p) {
-  if (std::string fault = common_refusal(p, /*reads_narrow_keys=*/true); !fault.empty()) return fault;
+  const bool reads_narrow_keys = size_of(p.kv_dtype) == size_of(p.q_dtype);
+  if (std::string fault = refusal_of_latent(p, reads_narrow_keys); !fault.empty()) return fault;
   if (std::string fault = fa3::refusal(p); !fault.empty()) return fault;
   // Columns with a tensor of their own have maps of their own.
   AttentionParams rope = p;
@@ -71,6 +72,16 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                                false,
                                &make_maps};
   return fa3::enqueue_kernel(facts, params, stream, &allowed);
+}
+
+// Of keys by slots whose tokens are records of a quantized latent cache.
+template <class Element>
+Status launch_quantized(const LaunchParams& params, cudaStream_t stream) {
+  if (!fa3::is_packed_schedule<Tile>(params)) return fa3::no_such_tile(params);
+  if (std::string fault = refusal(params); !fault.empty()) {
+    return Status::invalid(std::move(fault));
+  }
+  return launch_tile<Element, QuantizedTile>(params, stream);
 }
 
 template <class Element>

@@ -8,6 +8,9 @@
 #include "merge/combine_splits.h"
 #include "schedule/batch_splits.h"
 #include "schedule/even_shares.h"
+#include "schedule/find_work.h"
+
+#include <type_traits>
 
 namespace cutlass_kernels::mla {
 
@@ -25,6 +28,7 @@ struct Tile {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kBySlots = false;
+  static constexpr bool kQuantized = false;
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
@@ -46,6 +50,13 @@ struct NarrowSlotsTile : SlotsTile {
   static constexpr bool kHasPositions = false;
 };
 
+// Whose tokens are numbers of e4m3 with scales.
+struct QuantizedTile : SlotsTile {
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
+  static constexpr bool kQuantized = true;
+};
+
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
 //
 // Matrices are stored as panels of 64 columns, the span of the swizzle: panels 0 to 7 are the latent columns, panel 8
@@ -64,6 +75,13 @@ constexpr int kHalfPanels = kRopePanel / 2;
 struct alignas(8) RowState {
   float minus_m;
   float factor;
+};
+
+// The tile that a CTA has claimed last, from which the next claim goes on.
+struct Nothing {};
+struct ClaimedTile {
+  int index, head, rank;
+  WorkItem work;
 };
 
 // Panels that are given back together.
@@ -111,6 +129,7 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
   SplitTable splits;
+  std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
 };
 
 // Named barriers (bar.sync), by ID; 0 is __syncthreads().
