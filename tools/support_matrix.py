@@ -38,6 +38,7 @@ ROWS = {
 }
 LATENT = (576, 512)  # values are columns of the keys
 LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), without custom masks"
+TOKENS = {"latent_v32": "tokens of 656 bytes (quantized latent caches)"}
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
 
@@ -102,7 +103,7 @@ def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     types = ", ".join(dict.fromkeys(k["q_dtype"] for k in kernels))
     narrow = dict.fromkeys(k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"])
     if narrow:
-        types += f"; keys and values also {', '.join(narrow)}"
+        types += f"; keys and values also {', '.join(TOKENS.get(x, x) for x in narrow)}"
     separate = [kernel for kernel in kernels if (kernel["head_dim_qk"], kernel["head_dim_vo"]) != LATENT]
     wide = [kernel for kernel in separate if not kernel["kv_dtype"].startswith("float8")]
     dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)

@@ -71,8 +71,12 @@ bool Call::read_queries() {
   device = q.device.device_id;
   DType v_dtype{};
   if (!q.is_on_gpu(device) || !k.tensor.is_on_gpu(device) || !v.tensor.is_on_gpu(device) ||
-      !dtype_of(q, &params.q_dtype) || !dtype_of(k.tensor, &params.kv_dtype) || !dtype_of(v.tensor, &v_dtype) ||
-      v_dtype != params.kv_dtype || !read_rows(q, &queries)) {
+      !dtype_of(q, &params.q_dtype) || !read_rows(q, &queries)) {
+    return false;
+  }
+  if (token_dtype.has_value()) {
+    params.kv_dtype = *token_dtype;
+  } else if (!dtype_of(k.tensor, &params.kv_dtype) || !dtype_of(v.tensor, &v_dtype) || v_dtype != params.kv_dtype) {
     return false;
   }
   params.num_qo_heads = int(queries.heads);

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "call_arguments.h"  // kQ, kK, ..., kArguments: the rows of Call in call_table.py, in their order
 #include "cutlass_kernels/params.h"
@@ -41,6 +42,7 @@ struct Call {
   Tensor q, out;
   Keys k, v, k_rope;
   Matrix queries;
+  std::optional<DType> token_dtype;  // of a quantized latent cache, in the place of the dtype of its bytes
   Backend backend = Backend::kAuto;
   int device = 0;
   bool hnd = false;                  // keys and values have heads before tokens

@@ -13,6 +13,31 @@
 namespace cutlass_kernels {
 namespace {
 
+bool is_string(PyObject* object, const char* text) {
+  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
+}
+
+/// Keys that are tokens of a quantized latent cache, bytes [pages, page_size, 1, bytes of a token], become tensors of its
+/// columns. Kernels read such caches by slots alone.
+bool read_quantized_cache(Call* call) {
+  constexpr DType kType = DType::kLatentV32;
+  Tensor& k = call->k.tensor;
+  Tensor& v = call->v.tensor;
+  DType of_numbers;
+  if (!call->is_given(kKvFormat) && dtype_of(k, &of_numbers)) return true;
+  const auto last = std::size_t(std::max(k.ndim - 1, 0));
+  if (!call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) || k.item_bytes() != 1 ||
+      k.shape[last] != token_bytes_of(kType) || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
+      v.strides != k.strides ||
+      (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), "v3.2"))) {
+    return false;
+  }
+  k.shape[last] = mla::kLatentDim + mla::kRopeDim;
+  v.shape[last] = mla::kLatentDim;
+  call->token_dtype = kType;
+  return true;
+}
+
 /// q_rope: the last columns of the queries.
 bool read_q_rope(Call* call) {
   if (!call->is_given(kQRope)) return true;
@@ -62,7 +87,7 @@ bool read_rows_as_requests(Call* call) {
 
 /// How many requests there are, and where their rows are.
 bool read_requests(Call* call) {
-  if (!is_none_given(*call, {kKvFormat, kExtraK, kExtraIndicesPerToken, kExtraTopkLength})) return false;
+  if (!is_none_given(*call, {kExtraK, kExtraIndicesPerToken, kExtraTopkLength})) return false;
   if (call->is_given(kKvIndicesPerToken)) return read_rows_as_requests(call);
   if (!is_none_given(*call, {kTopkLength, kMaxLogits})) return false;
   std::int64_t batch = 1, most_rows = call->queries.tokens;
@@ -193,8 +218,9 @@ py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
   Call call;
   std::copy_n(given, count, call.given.begin());
   call.takes_device_scales = true;
-  if (!read_layout(given[kKvLayout], &call.hnd) || !call.read_tensors() || call.q.ndim == 2 || !call.read_queries() ||
-      !read_q_rope(&call) || !read_requests(&call) || !read_keys(&call)) {
+  if (!read_layout(given[kKvLayout], &call.hnd) || !call.read_tensors() || call.q.ndim == 2 ||
+      !read_quantized_cache(&call) || !call.read_queries() || !read_q_rope(&call) || !read_requests(&call) ||
+      !read_keys(&call)) {
     return py::none();
   }
   call.params.o_dtype = size_of(call.params.q_dtype) == 1 ? DType::kBFloat16 : call.params.q_dtype;

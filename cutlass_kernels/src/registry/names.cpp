@@ -17,7 +17,7 @@ const char* to_string(DType dtype) {
     case DType::kFloat8E5M2:
       return "float8_e5m2";
     case DType::kLatentV32:
-      return "latent_v3.2";
+      return "latent_v32";
   }
   return "unknown dtype";
 }
