@@ -7,6 +7,7 @@
 
 #include "call.h"
 #include "common/element_bytes.h"
+#include "common/token_format.h"
 #include "functions.h"
 #include "latent/dims.h"
 
@@ -27,9 +28,8 @@ bool read_quantized_cache(Call* call) {
   if (!call->is_given(kKvFormat) && dtype_of(k, &of_numbers)) return true;
   const auto last = std::size_t(std::max(k.ndim - 1, 0));
   if (!call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) || k.item_bytes() != 1 ||
-      k.shape[last] != token_bytes_of(kType) || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
-      v.strides != k.strides ||
-      (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), "v3.2"))) {
+      k.shape[last] != token_format(kType).bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
+      v.strides != k.strides || (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), "v3.2"))) {
     return false;
   }
   k.shape[last] = mla::kLatentDim + mla::kRopeDim;

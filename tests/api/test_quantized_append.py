@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -103,14 +104,15 @@ def test_attention_reads_what_is_written(name):
     torch.testing.assert_close(found, want, atol=0.1, rtol=0.1)
 
 
+@DEVICES
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_nan_stays_and_infinities_spoil_their_group(name):
+def test_nan_stays_and_infinities_spoil_their_group(name, device):
     layout = LAYOUTS[name]
     x = torch.randn(3, layout.columns, generator=torch.Generator().manual_seed(1)).to(BF16)
     x[0, 5], x[1, 7], x[2, 3] = math.nan, math.inf, -math.nan
     x[2, 3:5] = math.nan
-    cache = quantized_caches.empty(name, 1, 4)
-    append_quantized_mla_kv_cache(x, None, cache.view, torch.arange(3), name, True)
+    cache = quantized_caches.empty(name, 1, 4, device)
+    append_quantized_mla_kv_cache(x.to(device), None, cache.view, torch.arange(3, device=device), name, True)
     found = cache.numbers()[:, 0]
     known = ~x.isnan()
     known[1, : layout.group] = False
@@ -143,12 +145,37 @@ def test_concat_and_cache_mla(device, dtype, ints, kind, rope):
 
 
 @pytest.mark.gpu
-def test_the_writer_warns_and_is_captured():
+@every(name=list(LAYOUTS), dtype=[BF16, HALF], power_of_two=[None, True], page_size=[1, 64, 100], apart=[False, True])
+def test_the_kernel_writes_the_bytes_of_pytorch(name, dtype, power_of_two, page_size, apart):
+    layout = LAYOUTS[name]
+    x = tokens(700, layout.columns, seed=page_size).to(dtype)
+    caches = [torch.full((800 // page_size + 1, page_size, 1, layout.size), 7, dtype=U8, device="cuda")]
+    caches.append(caches[0].cpu())
+    slots = torch.randperm(800, generator=torch.Generator().manual_seed(1))[:690] - 2
+    for cache in caches:
+        given = x.to(cache.device)
+        ckv, kpe = (given, None) if not apart else given.split([layout.columns - 64, 64], 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            append_quantized_mla_kv_cache(ckv, kpe, cache, slots.to(cache.device), name, power_of_two)
+    assert_bitwise(caches[0].cpu(), caches[1])
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_cannot_read_is_written_all_the_same():
+    x, caches = tokens(5, 577).cuda(), torch.zeros(2, 2, 8, 1, 656, dtype=U8, device="cuda")
+    with pytest.warns(ck.PerformanceWarning, match="written with PyTorch"):
+        append_quantized_mla_kv_cache(x[:, 1:], None, caches[0], torch.arange(5, device="cuda"))
+    append_quantized_mla_kv_cache(x[:, 1:].contiguous(), None, caches[1], torch.arange(5, device="cuda"))
+    assert_bitwise(caches[0], caches[1])
+
+
+@pytest.mark.gpu
+def test_the_writer_is_captured():
     x = tokens(4, 576).cuda()
     cache, graph = torch.zeros(2, 8, 656, dtype=U8, device="cuda"), torch.cuda.CUDAGraph()
     slots = torch.tensor([3, 9, -1, 0], device="cuda")
-    with pytest.warns(UserWarning, match="fp8_ds_mla"):
-        concat_and_cache_mla(x[:, :512], x[:, 512:], cache, slots, "fp8_ds_mla")
+    concat_and_cache_mla(x[:, :512], x[:, 512:], cache, slots, "fp8_ds_mla")
     want = cache.clone()
     with torch.cuda.graph(graph):
         concat_and_cache_mla(x[:, :512], x[:, 512:], cache, slots, "fp8_ds_mla")

@@ -81,4 +81,35 @@ struct AppendBySlotParams {
 /// See append_paged_kv_cache().
 CK_API Status append_paged_kv_cache_by_slot(const AppendBySlotParams& params, cudaStream_t stream);
 
+/// Tokens of latent attention go to slots of a quantized latent cache, as above. A group's scale is its largest absolute
+/// value / 448, in fp32, and at least the least normal number; or that rounded up to a power of two, of a value of at
+/// least 1e-4. Numbers are divided by it in fp32 and rounded to nearest. NaN stays NaN and counts for no scale; a group
+/// with an infinity is NaN when it is read.
+struct AppendQuantizedParams {
+  DType dtype = DType::kBFloat16;         ///< of the tokens: kFloat16 or kBFloat16
+  DType cache_dtype = DType::kLatentV32;  ///< how the cache stores a token
+  bool power_of_two_scales = false;       ///< where scales are fp32; others always are
+  std::int64_t num_tokens = kNotSet;
+  const void* slots = nullptr;  ///< [num_tokens], device
+  bool slots_are_64_bit = true;
+  // [num_tokens, columns], rows of consecutive elements: the first columns of a token, and the others. The columns of
+  // both are multiples of 16, and those of cache_dtype together; those of the position, if it has them apart, may be
+  // missing, and are then zeros. Addresses and strides are multiples of 16 bytes.
+  const void* first = nullptr;
+  const void* others = nullptr;
+  std::int64_t first_stride = 0;  ///< elements
+  std::int64_t others_stride = 0;
+  std::int32_t first_columns = 0;
+  std::int32_t others_columns = 0;
+  // Multiples of 16 bytes.
+  void* cache = nullptr;
+  std::int64_t stride_page = 0;   ///< bytes
+  std::int64_t stride_token = 0;  ///< bytes; by page, those of a token
+  std::int32_t page_size = 0;
+  std::int64_t num_pages = kNotSet;
+};
+
+/// See append_paged_kv_cache().
+CK_API Status append_quantized_by_slot(const AppendQuantizedParams& params, cudaStream_t stream);
+
 }  // namespace cutlass_kernels

@@ -18,9 +18,14 @@ enum class DType : std::int32_t {
   kFloat32,
   kFloat8E4M3,
   kFloat8E5M2,
-  /// A token of a quantized latent cache, 656 bytes: 512 columns of e4m3, four fp32 scales of 128 columns each, 64
-  /// columns of bfloat16 (vLLM's fp8_ds_mla). Of keys alone; strides are in bytes, k and v the same memory.
-  kLatentV32,
+  // Tokens of quantized latent caches: columns of e4m3 with a scale per group of them, columns of the position in
+  // bfloat16. Of keys alone, whose strides are then in bytes, k and v being the same memory. "By page": the data of all
+  // tokens of a page, then all their scales.
+  kLatentV32,         ///< 656 bytes: 512 columns, 4 fp32 scales, 64 columns of the position (vLLM's fp8_ds_mla)
+  kLatentV32Nope,     ///< 528: 512 columns, 4 fp32 scales
+  kLatentV4,          ///< 584, by page: 448 columns, 64 of the position; 7 ue8m0 scales and a byte
+  kLatentV41ByPage,   ///< 528, by page: 512 columns; 16 ue8m0 scales
+  kLatentV41ByToken,  ///< the same bytes token by token
 };
 
 /// A family of kernels. kAuto lets the library choose from the device and the request.

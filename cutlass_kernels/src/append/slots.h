@@ -109,7 +109,8 @@ struct SlotMap {
   FastDivisor small_page_size;  // if slots are numbers of 31 bits, else 0
   std::int64_t num_slots;       // of the cache
 
-  explicit SlotMap(const AppendBySlotParams& params)
+  template <class Params>
+  explicit SlotMap(const Params& params)
       : slots(params.slots),
         are_64_bit(params.slots_are_64_bit),
         page_size(params.page_size),

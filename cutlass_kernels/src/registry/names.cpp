@@ -18,6 +18,14 @@ const char* to_string(DType dtype) {
       return "float8_e5m2";
     case DType::kLatentV32:
       return "latent_v32";
+    case DType::kLatentV32Nope:
+      return "latent_v32_nope";
+    case DType::kLatentV4:
+      return "latent_v4";
+    case DType::kLatentV41ByPage:
+      return "latent_v41_by_page";
+    case DType::kLatentV41ByToken:
+      return "latent_v41_by_token";
   }
   return "unknown dtype";
 }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/element_bytes.h"
+#include "common/token_format.h"
 #include "latent/dims.h"
 #include "plan/launch_params.h"
 #include "schedule/requests.h"
@@ -124,7 +125,7 @@ std::string impossible_slots(const AttentionParams& params) {
 
 /// What is wrong with keys that are tokens of a quantized latent cache.
 std::string impossible_tokens(const AttentionParams& params) {
-  const int bytes = token_bytes_of(params.kv_dtype);
+  const int bytes = token_format(params.kv_dtype).bytes;
   if (bytes == 0) return "";
   const std::string type = "kv_dtype of tokens of " + number(bytes) + " bytes";
   if (params.pages.slots_per_page == 0) {

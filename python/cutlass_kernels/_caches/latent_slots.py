@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import torch
 
-from .._core import autograd, checks, errors
+from .._core import autograd, checks, errors, native
 from .._core.autograd import without_autocast
 from .._core.problems import FP8_DTYPES, HALF_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
@@ -44,7 +44,7 @@ def concat_and_cache_mla(
         slot_mapping: int64 or int32 ``[n]``, ``n <= tokens``. Tokens of a negative slot are skipped; on a GPU, those of
             a slot that the cache does not have, too.
         kv_cache_dtype: ``"auto"`` is the dtype of ``kv_cache``; else ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``. Or
-            ``"fp8_ds_mla"``, the quantized latent cache of DeepSeek V3.2, which PyTorch writes: see
+            ``"fp8_ds_mla"``, the quantized latent cache of DeepSeek V3.2: see
             ``append_quantized_mla_kv_cache`` with ``kv_format="v3.2"``. Bytes are those of vLLM's kernel for bfloat16.
             float16 ``k_pe`` is converted to bfloat16; vLLM copies its bits. Zeros are stored for ``k_pe [tokens, 0]``,
             of models without RoPE.
@@ -114,8 +114,9 @@ def append_quantized_mla_kv_cache(
 ) -> None:
     """Quantizes new tokens, and writes them to slots of a latent cache, in place.
 
-    ``attention(kv_format=)`` and ``flash_mla_with_kvcache()`` read such caches. PyTorch computes this; a CUDA graph can
-    capture it.
+    ``attention(kv_format=)`` and ``flash_mla_with_kvcache()`` read such caches. On a GPU this is one kernel, which a
+    CUDA graph can capture; PyTorch computes it, with a warning, where addresses and strides are no multiples of 16
+    bytes, or columns of ``ckv`` none of 16.
 
     The scale of a group of columns is its absmax / 448. Numbers are divided by it in float32, and rounded to nearest
     (ties to even). NaN stays NaN; a group with an infinity becomes NaN.
@@ -205,8 +206,6 @@ def _append(
     ckv, _ = autograd.without_grad(ckv, ckv, function)
     if kpe is not None:
         kpe, _ = autograd.without_grad(kpe, kpe, function)
-    if cache.is_cuda and not is_traced():
-        errors.warn(f"{function}() is computed with PyTorch: no kernel supports it yet.", errors.PerformanceWarning)
     apart = is_traced() or have_own_dispatch(ckv, kpe, cache, slot_mapping)
     write = _in_graph if apart else _write
     write(ckv=ckv, kpe=kpe, kv_cache=cache, slot_mapping=slot_mapping, kv_format=kind.name, power_of_two=power_of_two)
@@ -222,6 +221,14 @@ def _write(
     power_of_two: bool,
 ) -> None:
     """Writes checked tokens, some of whose slots the cache may not have."""
+    if native.append_quantized(ckv, kpe, kv_cache, slot_mapping, kv_format, power_of_two) is not None:
+        return
+    if kv_cache.is_cuda:
+        errors.warn(
+            "Tokens of a quantized latent cache are written with PyTorch: the kernel needs columns in multiples of 16, "
+            "and addresses and strides of 16 bytes.",
+            errors.PerformanceWarning,
+        )
     check_slots(slot_mapping, ckv.size(0) if kpe is None else min(ckv.size(0), kpe.size(0)), kv_cache)
     count, kind = slot_mapping.size(0), latent_formats.FORMATS[kv_format]
     x = ckv[:count] if kpe is None else torch.cat([ckv[:count], kpe[:count]], -1)

@@ -139,6 +139,7 @@ def _of_module(name: str, otherwise: Callable[..., Any] = not_direct) -> Callabl
 single_prefill, single_decode = _of_module("single_prefill"), _of_module("single_decode")
 fused_prefill, attention = _of_module("fused_prefill"), _of_module("attention")
 append_by_slot, rope = _of_module("append_by_slot"), _of_module("rope")
+append_quantized = _of_module("append_quantized")
 rope_append_by_slot = _of_module("rope_append_by_slot")
 direct_run = _of_module("direct_run", lambda *description: not_direct)
 is_decode = _of_module("is_decode", lambda *sizes: False)
