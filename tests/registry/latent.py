@@ -122,8 +122,7 @@ def _concat(x: Data) -> list[Call]:
     fp8 = lambda *t: mla.concat_and_cache_mla(*t[:4], "fp8", t[4])  # noqa: E731
     tokens = lambda *t: mla.concat_and_cache_mla(*t, "fp8_ds_mla")  # noqa: E731
     calls = [(lambda *t: mla.concat_and_cache_mla(*t), (x.randn(4, x.page, 576).half(), slots)), (fp8, quantized)]
-    if x.target.is_reference:
-        calls.append((tokens, (x.tokens_here(656).squeeze(2), slots)))
+    calls.append((tokens, (x.tokens_here(656).squeeze(2), slots)))
     return [Call(run, (*new, *others), writes=True, inputs=(0, 1)) for run, others in calls]
 
 
