@@ -53,6 +53,12 @@ if("ptx" IN_LIST CK_ARCHS)
 endif()
 set(CK_GENCODE_BUT_HOPPER ${CK_GENCODE})
 list(FILTER CK_GENCODE_BUT_HOPPER EXCLUDE REGEX "sm_90$")
+# Without GPUs that have less shared memory than Hopper; all, where there are no others.
+set(CK_GENCODE_LARGE ${CK_GENCODE})
+list(FILTER CK_GENCODE_LARGE EXCLUDE REGEX "sm_(8[0-9]|12[0-9])$")
+if(NOT CK_GENCODE_LARGE)
+  set(CK_GENCODE_LARGE ${CK_GENCODE})
+endif()
 
 # Compute capabilities that this code runs on: from the oldest GPU compiled for to the last of the newest GPU's
 # generation (sm_80 code runs on 8.6, not on 9.0), or without end where there is portable code.
@@ -131,7 +137,8 @@ endmacro()
 #
 # A template X.cu.in may have a twin X_ampere.cu.in, for a second unit of its rows with tiles that Hopper does not need
 # where fa3 is built. Rows of 8-bit keys have one only with a template of their own. CK_AMPERE_TILES tells the first
-# unit which GPUs have these tiles (AmpereTiles in fa2/choose_tile.h).
+# unit which GPUs have these tiles (AmpereTiles in fa2/choose_tile.h). Another twin, X_large.cu.in, has tiles that need
+# the shared memory of Hopper: it is not compiled for GPUs that lack it, which do not launch them.
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
   ck_add_instance("${CK_BACKEND}" "${CK_DTYPE_NAME}" "${CK_HEAD_DIM_QK}" "${CK_HEAD_DIM_VO}" "${CK_MIN_CC}" "${CK_MAX_CC}" "${ARGN}")
 endmacro()
@@ -190,6 +197,12 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
     list(APPEND sources "${CK_GENERATED}/${CK_NAME}_ampere.cu")
     configure_file("${ampere}" "${CK_GENERATED}/${CK_NAME}_ampere.cu" @ONLY)
     set_source_files_properties("${CK_GENERATED}/${CK_NAME}_ampere.cu" PROPERTIES COMPILE_OPTIONS "${ampere_gencode}")
+  endif()
+  string(REPLACE ".cu.in" "_large.cu.in" large "${template}")
+  if(EXISTS "${large}")
+    list(APPEND sources "${CK_GENERATED}/${CK_NAME}_large.cu")
+    configure_file("${large}" "${CK_GENERATED}/${CK_NAME}_large.cu" @ONLY)
+    set_source_files_properties("${CK_GENERATED}/${CK_NAME}_large.cu" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_LARGE}")
   endif()
   configure_file("${template}" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")

@@ -70,10 +70,12 @@ inline Candidates fp8_candidates(const AttentionParams& params, const Device& de
   return few ? only<FewFp8Small>("few", params, kFew) : only<SomeFp8>("some", params, kSome);
 }
 
-// The tiles for devices that lack the shared memory of the others, in a unit of their own
-// (attention_ampere.cu.in): below.
+// The tiles for devices that lack the shared memory of the others, and those that need that of Hopper, in units of their
+// own (attention_ampere.cu.in, attention_large.cu.in): below.
 template <class Element, class Kv>
 Status launch_small(const LaunchParams& params, cudaStream_t stream);
+template <class Element, class Kv>
+Status launch_large(const LaunchParams& params, cudaStream_t stream);
 
 template <class Element, class Kv, class Tile, AmpereTiles kAmpere>
 Status launch_that_fits(const LaunchParams& params, const Device& device, cudaStream_t stream) {
@@ -97,13 +99,16 @@ Status launch_slots(const LaunchParams& params, const Device& device, cudaStream
 template <class Element, class Kv, AmpereTiles kAmpere>
 Status launch_kind(const LaunchParams& params, const Device& device, cudaStream_t stream) {
   constexpr bool kFp8 = !std::is_same_v<Element, Kv>;
-  switch (params.plan.tile_kind) {
-    case kFew:
-      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, FewFp8, Few>, kAmpere>(params, device, stream);
-    case kSome:
-      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, SomeFp8, Some>, kAmpere>(params, device, stream);
-    case kMany:
-      if constexpr (!kFp8) return launch_tile<Element, Kv, Many>(params, stream);
+  const bool large = params.plan.tile_kind == kFew || (kFp8 && params.plan.tile_kind == kSome);
+  if (large && (kAmpere == AmpereTiles::kNowhere || fits<Few>(device))) {
+    return launch_large<Element, Kv>(params, stream);
+  }
+  if constexpr (kAmpere != AmpereTiles::kNowhere) {
+    if (large) return launch_small<Element, Kv>(params, stream);
+  }
+  if constexpr (!kFp8) {
+    if (params.plan.tile_kind == kSome) return launch_that_fits<Element, Kv, Some, kAmpere>(params, device, stream);
+    if (params.plan.tile_kind == kMany) return launch_tile<Element, Kv, Many>(params, stream);
   }
   return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
 }
@@ -129,6 +134,19 @@ KernelEntry kernel_entry() {
   entry.reads_slots = true;
   entry.launch = &launch<Element, Kv, kAmpere>;
   return entry;
+}
+
+// ---- Host side of latent attention by mma.sync on devices with the shared memory of Hopper, of tiles that need it.
+
+template <class Element, class Kv>
+Status launch_large(const LaunchParams& params, cudaStream_t stream) {
+  static_assert(FewFp8::kBytes <= Few::kBytes && SomeFp8::kBytes <= Few::kBytes);  // what fits<Few>() says of all
+  if constexpr (std::is_same_v<Element, Kv>) {
+    return launch_tile<Element, Kv, Few>(params, stream);
+  } else {
+    return params.plan.tile_kind == kFew ? launch_tile<Element, Kv, FewFp8>(params, stream)
+                                         : launch_tile<Element, Kv, SomeFp8>(params, stream);
+  }
 }
 
 // ---- Host side of latent attention by mma.sync on devices with less shared memory than Hopper has.
