@@ -59,3 +59,4 @@ ck_instance(fa3     float8_e4m3fn          256  256  90  90       interval_mask 
 ck_instance(fa3     float16                576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv general_mask TEMPLATE latent/fa3/attention.cu.in)
 ck_instance(fa3     bfloat16               576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv general_mask TEMPLATE latent/fa3/attention.cu.in)
 ck_instance(fa3     bfloat16/latent_v32    576  512  90  90       interval_mask soft_cap sinks paged_kv TEMPLATE latent/fa3/quantized.cu.in)
+ck_instance(fa3     bfloat16/latent_v4     512  512  90  90       interval_mask soft_cap sinks paged_kv TEMPLATE latent/fa3/quantized.cu.in)

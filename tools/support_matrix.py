@@ -38,7 +38,7 @@ ROWS = {
 }
 LATENT = (576, 512)  # values are columns of the keys
 LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), without custom masks"
-TOKENS = {"latent_v32": "tokens of 656 bytes (quantized latent caches)"}
+TOKENS = {"latent_v32": "tokens of 656 bytes", "latent_v4": "of 584 bytes (quantized latent caches)"}
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
 
@@ -98,13 +98,18 @@ def _line(cells: Iterable[str]) -> str:
 def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     """What the kernels of one backend have in common; a feature counts if all of them have it.
 
-    What kernels of fp8 lack, those of 16 bits compute from copies. Those of latent attention serve masks of intervals.
+    What kernels of fp8 lack, those of 16 bits compute from copies. Those of latent attention serve masks of intervals,
+    and those of quantized latent caches none.
     """
     types = ", ".join(dict.fromkeys(k["q_dtype"] for k in kernels))
     narrow = dict.fromkeys(k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"])
     if narrow:
         types += f"; keys and values also {', '.join(TOKENS.get(x, x) for x in narrow)}"
-    separate = [kernel for kernel in kernels if (kernel["head_dim_qk"], kernel["head_dim_vo"]) != LATENT]
+    separate = [
+        kernel
+        for kernel in kernels
+        if (kernel["head_dim_qk"], kernel["head_dim_vo"]) != LATENT and kernel["kv_dtype"] not in TOKENS
+    ]
     wide = [kernel for kernel in separate if not kernel["kv_dtype"].startswith("float8")]
     dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)
     dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims if (qk, vo) != LATENT)

@@ -21,20 +21,27 @@ bool is_string(PyObject* object, const char* text) {
 /// Keys that are tokens of a quantized latent cache, bytes [pages, page_size, 1, bytes of a token], become tensors of its
 /// columns. Kernels read such caches by slots alone.
 bool read_quantized_cache(Call* call) {
-  constexpr DType kType = DType::kLatentV32;
   Tensor& k = call->k.tensor;
   Tensor& v = call->v.tensor;
   DType of_numbers;
   if (!call->is_given(kKvFormat) && dtype_of(k, &of_numbers)) return true;
   const auto last = std::size_t(std::max(k.ndim - 1, 0));
+  const bool v4 = k.shape[last] == token_format(DType::kLatentV4).bytes;
+  const DType type = v4 ? DType::kLatentV4 : DType::kLatentV32;
+  const TokenFormat format = token_format(type);
   if (!call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) || k.item_bytes() != 1 ||
-      k.shape[last] != token_format(kType).bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
-      v.strides != k.strides || (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), "v3.2"))) {
+      k.shape[last] != format.bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
+      v.strides != k.strides || (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), v4 ? "v4" : "v3.2"))) {
     return false;
   }
-  k.shape[last] = mla::kLatentDim + mla::kRopeDim;
+  if (format.by_page) {
+    const auto token = std::size_t(1 + call->hnd);
+    if (k.ndim != 4 || (k.shape[token] > 1 && k.strides[token] != format.bytes)) return false;
+    k.strides[token] = v.strides[token] = format.data_bytes();
+  }
+  k.shape[last] = format.columns + format.positions;
   v.shape[last] = mla::kLatentDim;
-  call->token_dtype = kType;
+  call->token_dtype = type;
   return true;
 }
 

@@ -1,6 +1,6 @@
 # What instances.cmake consists of: ck_backends(), and rows of ck_instance(), of which each that passes the CK_* filters
 # becomes a generated .cu file and a line of the registry table.
-ck_only_known(CK_DTYPES float16 bfloat16 float8_e4m3fn float8_e5m2 latent_v32)
+ck_only_known(CK_DTYPES float16 bfloat16 float8_e4m3fn float8_e5m2 latent_v32 latent_v4)
 foreach(arch IN LISTS CK_ARCHS)
   if(NOT arch MATCHES "^(80|86|87|89|90|10[0-9]|110|12[0-9]|ptx)$")
     message(FATAL_ERROR "CK_ARCHS: '${arch}' is not known; give compute capabilities such as 80 or 90, and ptx")
@@ -20,6 +20,9 @@ set(CK_CPP_DTYPE_bfloat16 "DType::kBFloat16")
 set(CK_CPP_DTYPE_float8_e4m3fn "DType::kFloat8E4M3")
 set(CK_CPP_DTYPE_float8_e5m2 "DType::kFloat8E5M2")
 set(CK_CPP_DTYPE_latent_v32 "DType::kLatentV32")
+set(CK_CPP_DTYPE_latent_v4 "DType::kLatentV4")
+set(CK_TOKEN_latent_v32 kLatentV32)
+set(CK_TOKEN_latent_v4 kLatentV4)
 set(CK_TOKEN_16bit Any16Bit)
 set(CK_TOKEN_float16 fp16)
 set(CK_TOKEN_bfloat16 bf16)

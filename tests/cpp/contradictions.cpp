@@ -98,6 +98,16 @@ AttentionParams by_slots_of_tokens() {
   return p;
 }
 
+/// The same with tokens whose scales lie behind the data of their page.
+AttentionParams by_slots_of_planes() {
+  AttentionParams p = by_slots_of_tokens();
+  p.kv_dtype = DType::kLatentV4;
+  p.head_dim_qk = 512;
+  p.k = p.v = {memory, 576, 576};
+  p.pages.k_stride_page = p.pages.v_stride_page = 65 * 576;
+  return p;
+}
+
 AttentionParams single() {
   AttentionParams p = ragged();
   p.batch_size = 1;
@@ -225,6 +235,9 @@ std::vector<Case> sizes() {
     p.pages.page_size = 64;
   });
   add(by_slots_of_tokens, "with k_rope: they have its columns", [](auto& p) { p.k_rope = {memory, 64, 64}; });
+  add(by_slots_of_planes, nullptr, [](auto&) {});
+  add(by_slots_of_planes, "by page, with a token stride of 592 bytes in k: it is 576",
+      [](auto& p) { p.k.stride_token = p.v.stride_token = 592; });
   add(by_slots_of_tokens, "with a token stride of 576 bytes in k",
       [](auto& p) { p.k.stride_token = p.v.stride_token = 576; });
   add(by_slots, nullptr, [](auto& p) { p.pages.num_pages = kMost / 64; });

@@ -125,14 +125,19 @@ std::string impossible_slots(const AttentionParams& params) {
 
 /// What is wrong with keys that are tokens of a quantized latent cache.
 std::string impossible_tokens(const AttentionParams& params) {
-  const int bytes = token_format(params.kv_dtype).bytes;
+  const TokenFormat format = token_format(params.kv_dtype);
+  const int bytes = format.bytes;
   if (bytes == 0) return "";
   const std::string type = "kv_dtype of tokens of " + number(bytes) + " bytes";
   if (params.pages.slots_per_page == 0) {
     return type + " needs keys by slots: set slots_per_page, and name each key in indices.";
   }
   if (params.k_rope.data != nullptr) return type + " with k_rope: they have its columns. Leave it null.";
-  if (params.pages.slots_per_page > 1 && params.k.stride_token < bytes) {
+  if (format.by_page && params.k.stride_token != format.data_bytes()) {
+    return type + ", by page, with a token stride of " + number(params.k.stride_token) + " bytes in k: it is " +
+           number(format.data_bytes()) + ", that of their data.";
+  }
+  if (params.pages.slots_per_page > 1 && params.k.stride_token < format.data_bytes()) {
     return type + " with a token stride of " + number(params.k.stride_token) +
            " bytes in k: tokens would overlap. Strides of such a cache are in bytes.";
   }

@@ -1,5 +1,4 @@
-// The producer warps of keys by slots whose tokens are 656 bytes: 512 columns of e4m3, four fp32 scales of 128 columns
-// each, and the 64 columns of the position in 16 bits.
+// The producer warps of keys by slots that lie in a quantized latent cache (token_format.h).
 #pragma once
 
 #include <cute/config.hpp>
@@ -61,18 +60,24 @@ CUTE_DEVICE void publish_job(const fa3::KernelParams& params, Shared<Tile>& shar
   shared.job_full[jobs.index].arrive();
 }
 
-// Each of four warps copies 16 rows of every block, and widens them in place: a half of the latent columns, 256 bytes of
-// a row, lands in its third and fourth panel, of whose rows a warp has its own. While one half is in flight, the one
-// before is widened, or, as long as no memory is free, nothing else.
+// ue8m0 as a number.
+CUTE_DEVICE float power_of(std::uint32_t exponent) {
+  return exponent == 255 ? NAN : __uint_as_float(max(exponent << 23, 1u << 22));
+}
+
+// Each of four warps copies 16 rows of every block, and widens them in place. The e4m3 of half of the columns land in
+// panels of that half, of whose rows a warp has its own: 128 columns in the third one and 128 in the fourth. Where the
+// last of four panels is that of the position, which comes as it is, they land in the second, and 64 in the first. While
+// one half is in flight, the one before is widened, or, as long as no memory is free, nothing else.
 //
 // A lane looks up row (lane / 8) * 4 + lane % 4 of the warp's.
 template <class Element, class Tile>
 CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>& shared, int warp) {
+  constexpr TokenFormat kFormat = Tile::kFormat;
+  constexpr bool kPositionsAreValues = kFormat.columns < kLatentDim;
   constexpr int kRows = Tile::kBlockN / 4;  // of the warp
   constexpr std::uint32_t kAll = 0xffffffffu;
   constexpr int kNoSlot = -1;
-  constexpr int kScales = kLatentDim;  // where they begin in a token
-  constexpr int kPositions = kLatentDim + 16;
   constexpr int kStageBytes = kPanels * kPanelBytes;
   const int lane = threadIdx.x % 32;
   const bool first = warp == 0 && lane == 0;
@@ -103,9 +108,13 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
       return static_cast<const char*>(params.attention.k.data) + bytes;
     };
     int slot = look_up();
-    std::uint32_t offset = 0;  // of the row looked up
-    std::uint32_t listed = 0;  // whether that of each lane exists
-    float scale = 0.0f, next_scale = 0.0f;
+    std::uint32_t offset = 0;      // of the row looked up
+    std::uint32_t listed = 0;      // whether that of each lane exists
+    const char* scales = nullptr;  // of the row looked up
+    // Of the row looked up, of a half: an fp32 scale of its first or second 128 columns, or exponents of these or of all.
+    std::uint32_t scale = 0, next_scale = 0;
+    // Where e4m3 of the part-th 128 columns of a half land, among the half's panels.
+    const auto raw_panel = [&](bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; };
     // Halves of blocks in the order in which S takes them: how many have been begun, and how many are done.
     int begun = 0, done = 0;
     const auto block_of = [&](int half) { return first_block + half / 2; };
@@ -134,9 +143,12 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
           const std::uint32_t in_page = exists ? std::uint32_t(slot) - page * params.page_size.divisor : 0;
           offset = page * params.k_units.page + in_page * params.k_units.slot;
           listed = __ballot_sync(kAll, exists);
+          scales = kFormat.by_page
+                       ? static_cast<const char*>(params.attention.k.data) + page * params.k_pages.page_bytes +
+                             params.page_size.divisor * kFormat.data_bytes() + in_page * kFormat.scale_bytes
+                       : address(offset) + kFormat.scales_at;
           slot = look_up();
         } else {
-          // The positions: eight lanes copy a row.
           shared.k_empty[stage][kRope].wait(empty);
           if (lane == 0) {
             std::uint32_t rows = listed & 0x0f0f0f0f;
@@ -144,30 +156,37 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
             reinterpret_cast<std::uint16_t*>(shared.listed[stage])[warp] = std::uint16_t(rows | rows >> 8);
             shared.k_full[stage][kRopePanel].arrive();
           }
-          const std::uint32_t to = own_rows + stage * kStageBytes + kRopePanel * kPanelBytes + lane / 8 * (4 * 128);
-          CUTE_UNROLL
-          for (int j = 0; j < 4; ++j) {  // row lane / 8 * 4 + j
-            const std::uint32_t of_row = __shfl_sync(kAll, offset, j, 8);
-            cp_async_16(to + j * 128 + ((lane % 8 ^ (lane / 8 % 2 * 4 + j)) << 4),
-                        address(of_row) + kPositions + lane % 8 * 16, listed >> (lane & 24) >> j & 1);
-          }
-          fa3::arrive_when_landed(shared.k_full[stage][kRopePanel]);
         }
         const bool right = group == kRight;
-        float read = 0.0f;  // of the row looked up, of the first or the second 128 columns
+        if (Tile::kHasPositions ? begun % 2 == 1 : kPositionsAreValues && right) {
+          constexpr int kPanel = Tile::kHasPositions ? kRopePanel : kRopePanel - 1;
+          const std::uint32_t to = own_rows + stage * kStageBytes + kPanel * kPanelBytes + lane / 8 * (4 * 128);
+          CUTE_UNROLL
+          for (int j = 0; j < 4; ++j) {  // row lane / 8 * 4 + j, which eight lanes copy
+            const std::uint32_t of_row = __shfl_sync(kAll, offset, j, 8);
+            cp_async_16(to + j * 128 + ((lane % 8 ^ (lane / 8 % 2 * 4 + j)) << 4),
+                        address(of_row) + kFormat.positions_at + lane % 8 * 16, listed >> (lane & 24) >> j & 1);
+          }
+          if (Tile::kHasPositions) fa3::arrive_when_landed(shared.k_full[stage][kRopePanel]);
+        }
+        std::uint32_t read = 0;
         if (listed >> lane & 1) {
-          read = __ldg(reinterpret_cast<const float*>(address(offset) + kScales) + 2 * right + lane % 8 / 4);
+          const int of_half = kFormat.scale_bytes / 2 * right;
+          read = __ldg(reinterpret_cast<const std::uint32_t*>(scales + of_half) +
+                       (kFormat.scale_bytes == 16 ? lane % 8 / 4 : 0));
         }
         (begun == done ? scale : next_scale) = read;
+        const int part = lane % 16 / 8;
         const std::uint32_t to = own_rows + stage * kStageBytes +
-                                 (first_panel(group) + 2 + lane % 16 / 8) * kPanelBytes + lane / 16 * (8 * 128) +
+                                 (first_panel(group) + raw_panel(right, part)) * kPanelBytes + lane / 16 * (8 * 128) +
                                  lane % 8 * 16;
+        const bool is_stored = !kPositionsAreValues || !right || lane % 16 < 12;
         const int column = right * (kLatentDim / 2) + lane % 16 * 16;
         CUTE_UNROLL
         for (int j = 0; j < 8; ++j) {  // row lane / 16 * 8 + j, which a lane of 16 has looked up
           const int looked_up = j / 4 * 8 + j % 4;
           const std::uint32_t of_row = __shfl_sync(kAll, offset, looked_up, 16);
-          cp_async_16(to + j * 128, address(of_row) + column, listed >> (lane & 16) >> looked_up & 1);
+          if (is_stored) cp_async_16(to + j * 128, address(of_row) + column, listed >> (lane & 16) >> looked_up & 1);
         }
         cp_async_commit();
         ++begun;
@@ -183,24 +202,34 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
       const int panel = first_panel(group_of(done));
       const bool odd = lane & 4;  // eight lanes write eight chunks: four the even ones first, four the odd ones
       const std::uint32_t rows = own_rows + stage * kStageBytes + panel * kPanelBytes + lane / 8 * (4 * 128);
+      const bool right = panel != 0;
       CUTE_UNROLL
-      for (int part = 0; part < 2; ++part) {
+      for (int n = 0; n < 2; ++n) {
+        // First what is not written over that of the other part.
+        const int part = kPositionsAreValues && right ? 1 - n : n;
         uint4 numbers[4];
         CUTE_UNROLL
-        for (int j = 0; j < 4; ++j) numbers[j] = load_shared(rows + (2 + part) * kPanelBytes + j * 128 + lane % 8 * 16);
-        if (part == 1) __syncwarp();  // all lanes have read what is written now
+        for (int j = 0; j < 4; ++j) {
+          numbers[j] = load_shared(rows + raw_panel(right, part) * kPanelBytes + j * 128 + lane % 8 * 16);
+        }
+        if (n == 1) __syncwarp();  // all lanes have read what is written now
         const std::uint32_t to =
             rows + (2 * part + lane / 4 % 2) * kPanelBytes + ((lane % 4 * 2 + odd ^ lane / 8 % 2 * 4) << 4);
+        const bool is_stored = !kPositionsAreValues || !right || part == 0 || !odd;
         CUTE_UNROLL
         for (int j = 0; j < 4; ++j) {
-          const float of_row = __shfl_sync(kAll, scale, part * 4 + j, 8);
+          const std::uint32_t word = __shfl_sync(kAll, scale, part * 4 + j, 8);
+          // The lane has columns 16 (lane % 8) and on of the part.
+          const int group =
+              (kFormat.scale_bytes == 16 ? 0 : 128 / kFormat.group * part) + lane % 8 * 16 / kFormat.group;
+          const float of_row = kFormat.has_exponents ? power_of(word >> 8 * group & 0xff) : __uint_as_float(word);
           const uint4 x = numbers[j];
           const uint2 a = scaled<Element>(odd ? x.z : x.x, of_row);
           const uint2 b = scaled<Element>(odd ? x.w : x.y, of_row);
-          store_shared((to ^ j << 4) + j * 128, uint4{a.x, a.y, b.x, b.y});
+          if (is_stored) store_shared((to ^ j << 4) + j * 128, uint4{a.x, a.y, b.x, b.y});
           const uint2 c = scaled<Element>(odd ? x.x : x.z, of_row);
           const uint2 d = scaled<Element>(odd ? x.y : x.w, of_row);
-          store_shared((to ^ j << 4 ^ 16) + j * 128, uint4{c.x, c.y, d.x, d.y});
+          if (is_stored) store_shared((to ^ j << 4 ^ 16) + j * 128, uint4{c.x, c.y, d.x, d.y});
         }
       }
       __syncwarp();

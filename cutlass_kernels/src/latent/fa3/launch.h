@@ -45,7 +45,7 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
 }
 
 inline std::string refusal(const AttentionParams& p) {
-  const bool reads_narrow_keys = size_of(p.kv_dtype) == size_of(p.q_dtype);
+  const bool reads_narrow_keys = p.kv_dtype != DType::kLatentV32;
   if (std::string fault = refusal_of_latent(p, reads_narrow_keys); !fault.empty()) return fault;
   if (std::string fault = fa3::refusal(p); !fault.empty()) return fault;
   // Columns with a tensor of their own have maps of their own.
@@ -75,13 +75,13 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 }
 
 // Of keys by slots whose tokens are records of a quantized latent cache.
-template <class Element>
+template <class Element, DType kTokens>
 Status launch_quantized(const LaunchParams& params, cudaStream_t stream) {
   if (!fa3::is_packed_schedule<Tile>(params)) return fa3::no_such_tile(params);
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  return launch_tile<Element, QuantizedTile>(params, stream);
+  return launch_tile<Element, QuantizedTile<kTokens>>(params, stream);
 }
 
 template <class Element>

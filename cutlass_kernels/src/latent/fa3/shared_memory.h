@@ -1,6 +1,7 @@
 // The tile of multi-head latent attention: 64 rows, of tokens and heads, against KV blocks of 64 keys.
 #pragma once
 
+#include "common/token_format.h"
 #include "fa3/config.h"
 #include "fa3/shared_memory.h"
 #include "fa3/tma.h"
@@ -50,11 +51,17 @@ struct NarrowSlotsTile : SlotsTile {
   static constexpr bool kHasPositions = false;
 };
 
-// Whose tokens are numbers of e4m3 with scales.
+// Whose tokens are numbers of e4m3 with scales. Columns of the position are behind the latent ones, or among the values
+// (448 and 64), or there are none.
+template <DType kTokens>
 struct QuantizedTile : SlotsTile {
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
   static constexpr bool kQuantized = true;
+  static constexpr TokenFormat kFormat = token_format(kTokens);
+  static constexpr bool kHasPositions = kFormat.positions > 0 && kFormat.columns == kLatentDim;
+  static constexpr int kHeadDimQk = kLatentDim + (kHasPositions ? kRopeDim : 0);
+  static_assert(kFormat.columns == kLatentDim || kFormat.columns + kFormat.positions == kLatentDim);
 };
 
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
