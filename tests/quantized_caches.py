@@ -174,7 +174,7 @@ def some(name: str, rng: random.Random, device: str = "cpu", **sizes: int) -> Ca
     """An empty cache that lies in memory in one of the ways that callers have."""
     sizes = dict(pages=rng.choice([1, 3, 9]), page_size=rng.choice([1, 2, 7, 64])) | sizes
     places = dict(layers=rng.choice([1, 3]), padding=rng.choice([1, 576, 4096]), start=rng.choice([0, 16, 5]))
-    return empty(name, **sizes, device=device, **places)
+    return empty(name, device=device, **(places | sizes))
 
 
 def is_nearest(bits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,17 @@ bool read_quantized_cache(Call* call) {
   const bool v4 = k.shape[last] == token_format(DType::kLatentV4).bytes;
   const DType type = v4 ? DType::kLatentV4 : DType::kLatentV32;
   const TokenFormat format = token_format(type);
-  if (!call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) || k.item_bytes() != 1 ||
-      k.shape[last] != format.bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
-      v.strides != k.strides || (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), v4 ? "v4" : "v3.2"))) {
+  const auto has_type = [&](DLDataTypeCode code) { return k.dtype.code == code && k.dtype.lanes == 1; };
+  const bool of_bytes = k.dtype.bits == 8 && (has_type(kDLUInt) || has_type(kDLInt) || has_type(kDLFloat8_e4m3fn));
+  if (!of_bytes || !call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) || k.shape[last] != format.bytes ||
+      v.data != k.data || v.ndim != k.ndim || v.shape != k.shape || v.strides != k.strides ||
+      (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), v4 ? "v4" : "v3.2"))) {
     return false;
   }
   if (format.by_page) {
-    const auto token = std::size_t(1 + call->hnd);
-    if (k.ndim != 4 || (k.shape[token] > 1 && k.strides[token] != format.bytes)) return false;
-    k.strides[token] = v.strides[token] = format.data_bytes();
+    const auto token = std::size_t(1 + call->hnd), head = std::size_t(1 + !call->hnd);
+    if (k.ndim != 4 || k.shape[head] != 1 || (k.shape[token] > 1 && k.strides[token] != format.bytes)) return false;
+    for (const auto dimension : {token, head}) k.strides[dimension] = v.strides[dimension] = format.data_bytes();
   }
   k.shape[last] = format.columns + format.positions;
   v.shape[last] = mla::kLatentDim;

@@ -145,7 +145,7 @@ def test_concat_and_cache_mla(device, dtype, ints, kind, rope):
 
 
 @pytest.mark.gpu
-@every(name=list(LAYOUTS), dtype=[BF16, HALF], power_of_two=[None, True], page_size=[1, 64, 100], apart=[False, True])
+@every(name=list(LAYOUTS), dtype=[BF16, HALF], power_of_two=[None, True], page_size=[2, 64, 100], apart=[False, True])
 def test_the_kernel_writes_the_bytes_of_pytorch(name, dtype, power_of_two, page_size, apart):
     layout = LAYOUTS[name]
     x = tokens(700, layout.columns, seed=page_size).to(dtype)

@@ -175,8 +175,24 @@ def test_new_outputs_have_the_columns_of_the_values():
 
 
 @pytest.mark.gpu
-def test_kernels_leave_it_to_pytorch_and_say_so():
-    problem = make(["v3.2"], 1, "cuda:0")
+@every(name=["v3.2", "v4"], seed=range(30))
+def test_fa3_reads_tokens_at_multiples_of_16_bytes(target, name, seed):
+    if target.backend != "fa3":
+        pytest.skip("fa3 alone has kernels for such caches")
+    rng = random.Random(seed)
+    sizes = dict(
+        rows=rng.choice([1, 2, 7]), heads=rng.choice([1, 8, 16, 64, 96, 128]), page_size=rng.choice([2, 16, 64])
+    )
+    given = dict(widths=(rng.choice([1, 31, 64, 100, 128, 300, 700]),), lengths=rng.random() < 0.5)
+    problem = make([name], seed, target.device, padding=rng.choice([16, 576]), start=16, **sizes, **given)
+    problem.options = options_of(seed, sizes["heads"], target.device)
+    problem.check(*run(problem, "fa3"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["v3.2_nope", "v4.1_pages"])
+def test_kernels_leave_others_to_pytorch_and_say_so(name):
+    problem = make([name], 1, "cuda:0")
     with pytest.warns(ck.PerformanceWarning, match="kv_format"):
         problem.check(*run(problem))
     with pytest.raises(ValueError, match="kv_format"):

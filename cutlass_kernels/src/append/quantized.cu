@@ -160,10 +160,14 @@ std::string fault_in(const AppendQuantizedParams& p, const TokenFormat& format) 
     return "slots, first, others and cache are needed, but one of them is null.";
   }
   const auto address = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data); };
-  if ((address(p.first) | address(p.others) | address(p.cache) | std::uintptr_t(2 * p.first_stride) |
-       std::uintptr_t(2 * p.others_stride) | std::uintptr_t(p.stride_page) | std::uintptr_t(p.stride_token)) %
-          16 !=
-      0) {
+  const auto of_rows = [&](const void* data, std::int64_t stride) {
+    return address(data) | (p.num_tokens > 1 ? std::uintptr_t(2 * stride) : 0);
+  };
+  std::uintptr_t all = of_rows(p.first, p.first_stride) | address(p.cache);
+  if (p.others_columns > 0) all |= of_rows(p.others, p.others_stride);
+  if (p.num_pages > 1) all |= std::uintptr_t(p.stride_page);
+  if (p.page_size > 1) all |= std::uintptr_t(p.stride_token);
+  if (all % 16 != 0) {
     return "Addresses and strides of tokens and of the cache must be multiples of 16 bytes.";
   }
   return "";

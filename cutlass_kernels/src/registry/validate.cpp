@@ -137,6 +137,10 @@ std::string impossible_tokens(const AttentionParams& params) {
     return type + ", by page, with a token stride of " + number(params.k.stride_token) + " bytes in k: it is " +
            number(format.data_bytes()) + ", that of their data.";
   }
+  if (params.pages.num_pages > 1 && params.pages.k_stride_page < std::int64_t(params.pages.slots_per_page) * bytes) {
+    return type + ", " + number(params.pages.slots_per_page) + " in a page, with pages " +
+           number(params.pages.k_stride_page) + " bytes apart: they would overlap.";
+  }
   if (params.pages.slots_per_page > 1 && params.k.stride_token < format.data_bytes()) {
     return type + " with a token stride of " + number(params.k.stride_token) +
            " bytes in k: tokens would overlap. Strides of such a cache are in bytes.";

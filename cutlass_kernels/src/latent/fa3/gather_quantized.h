@@ -92,9 +92,6 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
     shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
-    if (first) load_q_of_job<Tile>(params, shared, job, q_phase);
-    __syncwarp();
-    q_phase ^= 1;
     const int kv_blocks = job.kv_blocks;
     const std::int32_t* const list = params.k_pages.indices + job.kv_begin;
     int key = job.key_begin + kv_blocks * Tile::kBlockN + warp * kRows + lane / 8 * 4 + lane % 4;
@@ -145,7 +142,8 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
           listed = __ballot_sync(kAll, exists);
           scales = kFormat.by_page
                        ? static_cast<const char*>(params.attention.k.data) + page * params.k_pages.page_bytes +
-                             params.page_size.divisor * kFormat.data_bytes() + in_page * kFormat.scale_bytes
+                             std::uint64_t(params.page_size.divisor) * kFormat.data_bytes() +
+                             in_page * kFormat.scale_bytes
                        : address(offset) + kFormat.scales_at;
           slot = look_up();
         } else {
@@ -189,7 +187,11 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
           if (is_stored) cp_async_16(to + j * 128, address(of_row) + column, listed >> (lane & 16) >> looked_up & 1);
         }
         cp_async_commit();
-        ++begun;
+        if (begun++ == 0) {  // Q of the tile before may still be read: not in front of the copies
+          if (first) load_q_of_job<Tile>(params, shared, job, q_phase);
+          __syncwarp();
+          q_phase ^= 1;
+        }
         continue;
       }
       if (begun - done == 2) {
