@@ -18,8 +18,8 @@ inline std::string refusal_of_latent(const AttentionParams& p, bool reads_narrow
   const bool narrow = reads_narrow_keys && p.pages.slots_per_page > 0 && p.head_dim_qk == kLatentDim;
   if ((!narrow && p.head_dim_qk != kLatentDim + kRopeDim) || p.head_dim_vo != kLatentDim) {
     return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are not supported: latent attention has 576" + (reads_narrow_keys ? ", by slots also 512," : "") +
-           " and 512, values being columns of the keys.";
+           " are not supported: latent attention has 576 and 512" +
+           (reads_narrow_keys ? ", by slots also 512 twice" : "") + ", values being columns of the keys.";
   }
   if (p.num_kv_heads != 1) {
     return "num_kv_heads=" + std::to_string(p.num_kv_heads) + ", but of latent keys all heads share one: make it 1.";
