@@ -27,6 +27,11 @@ def call(**changes: Any) -> Call:
     return Call(**given | changes, return_lse=True, flash_mla_lse=True)
 
 
+def tokens(size: int) -> dict[str, Any]:
+    k = torch.zeros(10, 16, 1, size, dtype=torch.uint8)
+    return dict(k=k, v=k)
+
+
 REQUESTS = torch.zeros(3, 2, 16, 576, dtype=BF16)
 
 
@@ -44,6 +49,9 @@ REQUESTS = torch.zeros(3, 2, 16, 576, dtype=BF16)
         dict(max_seqlen_q=1, max_seqlen_k=40),
         dict(window=[-1, -3], causal=0),
         values_of(torch.zeros(1, 160, 576, dtype=BF16), kv_layout="HND"),
+        tokens(656),
+        tokens(656) | dict(kv_format="v3.2"),
+        tokens(584) | dict(q=torch.zeros(6, 16, 512, dtype=BF16)),
     ],
     ids=lambda change: "-".join(change) or "as it is",
 )

@@ -64,6 +64,13 @@ KernelEntry latent() {
   return made;
 }
 
+/// Latent attention over quantized caches.
+KernelEntry quantized() {
+  KernelEntry made = entry<Backend::kFa3>();
+  made.reads_slots = true;
+  return made;
+}
+
 /// Two head dimensions of every pair of types that is compiled, with every feature.
 std::vector<RegistryRow> all_rows() {
   constexpr std::uint32_t kAllFeatures = (1u << 9) - 1;
@@ -85,6 +92,9 @@ std::vector<RegistryRow> all_rows() {
   };
   add_latent(DType::kFloat16, &latent<false>);
   add_latent(DType::kBFloat16, &latent<true>);
+  for (const auto& [tokens, dim] : {std::pair(DType::kLatentV32, 576), std::pair(DType::kLatentV4, 512)}) {
+    rows.push_back({{"recording", Backend::kFa3, DType::kBFloat16, tokens, dim, 512, kAllFeatures, 80, 0}, &quantized});
+  }
   return rows;
 }
 
