@@ -19,9 +19,9 @@ namespace cutlass_kernels::mla {
 // done() says that nobody reads `memory` any more. Warpgroup 0 does not wait for that here and returns true: its warps'
 // first lanes have stores to wait for.
 //
-// (Lines of the panels copied by lanes instead of TMA: 3000 cycles more per tile, of 33,000 with 512 keys. Straight
-// from registers, transposed in quads: as long as through shared memory, which is then free 3000 cycles earlier, but
-// the next S begins so much later.)
+// (With lines of the panels copied by lanes, and O multiplied by `factors` first, 64 heads over 512 keys took 723 us
+// instead of 670. Straight from registers, transposed in quads, 662 instead of 651: the memory is free earlier, but a
+// warp is done as late.)
 template <class Element, int kHalf, class Done>
 CUTE_DEVICE bool store_slots_tile(const fa3::KernelParams& params, const Job& job, const OnlineSoftmax<2>& softmax,
                                   const float (&sums)[2], const float (&factors)[2], float (&o)[kLatentDim / 4],
