@@ -20,6 +20,12 @@ CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
+// Of 8 bytes, through L1.
+CUTE_DEVICE void cp_async_8(std::uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 // If `ignored`, reads nothing and writes zeros. Takes a predicate in place of a number of bytes.
 CUTE_DEVICE void cp_async_16_unless(std::uint32_t shared, const void* global, bool ignored) {
   asm volatile(

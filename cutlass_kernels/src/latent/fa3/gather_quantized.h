@@ -16,16 +16,21 @@
 
 namespace cutlass_kernels::mla {
 
-CUTE_DEVICE uint4 load_shared(std::uint32_t from) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from)
-               : "memory");
+CUTE_DEVICE uint2 load_shared_8(std::uint32_t from) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
   return x;
 }
-CUTE_DEVICE void store_shared(std::uint32_t to, const uint4& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+CUTE_DEVICE std::uint32_t load_shared_4(std::uint32_t from) {
+  std::uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+CUTE_DEVICE void store_shared_8(std::uint32_t to, std::uint64_t x) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(x) : "memory");
+}
+CUTE_DEVICE void store_shared_16(std::uint32_t to, const uint2& x, const uint2& y) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(y.x), "r"(y.y) : "memory");
 }
 
 // Four numbers of e4m3 times `scale`, as 16-bit numbers.
@@ -65,183 +70,252 @@ CUTE_DEVICE float power_of(std::uint32_t exponent) {
   return exponent == 255 ? NAN : __uint_as_float(max(exponent << 23, 1u << 22));
 }
 
-// Each of four warps copies 16 rows of every block, and widens them in place. The e4m3 of half of the columns land in
-// panels of that half, of whose rows a warp has its own: 128 columns in the third one and 128 in the fourth. Where the
-// last of four panels is that of the position, which comes as it is, they land in the second, and 64 in the first. While
-// one half is in flight, the one before is widened, or, as long as no memory is free, nothing else.
+// Each lane's own x, in a way that keeps ptxas from computing it anew, from special registers and constants, at its uses.
+CUTE_DEVICE std::uint32_t held(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
+
+// A token of zeros, in the place of one that does not exist.
+__device__ const uint4 kNoToken[41] = {};
+
+// One of four producer warps, which copies 16 rows of every block and widens them in place. The e4m3 of half of the
+// columns land in panels of that half, of whose rows a warp has its own: 128 columns in the third one and 128 in the
+// fourth. Where the last of four panels is that of the position, which comes as it is, they land in the second, and 64
+// in the first. While one half is in flight, the one before is widened.
 //
-// A lane looks up row (lane / 8) * 4 + lane % 4 of the warp's.
+// Lanes 0 to 15 have the first eight rows, the others those behind: they look up one each (twice), copy 256 bytes of a
+// row together, and widen 8 numbers of both parts of it each.
+//
+// A warp is alone on its scheduler most of the time, so its latencies count, not its instructions: with branches,
+// special registers read again, and entries of the list awaited where they are read, 256 rows of 128 heads over 2048
+// slots took 503 us instead of 385. What did not help: e4m3 read into registers (461: 32 bytes per lane in flight leave
+// no registers for the rest), rows brought to the L2 cache a block ahead (406), eight producer warps (448: with 128
+// registers at launch ptxas takes wgmma one by one).
+template <class Element, class Tile>
+struct QuantizedGather {
+  static constexpr TokenFormat kFormat = Tile::kFormat;
+  static constexpr bool kPositionsAreValues = kFormat.columns < kLatentDim;
+  static constexpr int kRows = Tile::kBlockN / 4;  // of the warp
+  static constexpr int kLaneRows = kRows / 2;
+  static constexpr std::uint32_t kAll = 0xffffffffu;
+  static constexpr int kStageBytes = kPanels * kPanelBytes;
+  static constexpr int kScaleBytes = Tile::kScales * 4;
+
+  const fa3::KernelParams& params;
+  Shared<Tile>& shared;
+  const int warp, lane;
+  const int first_row;  // of the lane's
+  const std::int32_t* list;
+  int key, keys;         // to be looked up, and the number of keys
+  int slot;              // the next to be looked up
+  std::uint32_t listed;  // whether that of each lane exists
+
+  CUTE_DEVICE QuantizedGather(const fa3::KernelParams& params_, Shared<Tile>& shared_, int warp_, int lane_)
+      : params(params_),
+        shared(shared_),
+        warp(warp_),
+        lane(lane_),
+        first_row(held(warp_ * kRows + lane_ / 16 * kLaneRows)) {}
+
+  CUTE_DEVICE std::uint32_t rows(int stage) const {
+    return shared_address(shared.k) + stage * kStageBytes + first_row * 128;
+  }
+  CUTE_DEVICE std::uint32_t scales(int stage) const {
+    return shared_address(&shared.scales) + (stage * Tile::kBlockN + first_row) * kScaleBytes;
+  }
+  CUTE_DEVICE std::uint32_t pointers() const { return shared_address(shared.scales.rows) + first_row * 8; }
+  // Where e4m3 of the part-th 128 columns of a half land, among the half's panels.
+  CUTE_DEVICE static int raw_panel(bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; }
+
+  CUTE_DEVICE void begin(const Job& job, int stage, std::uint32_t phase) {
+    list = params.k_pages.indices + job.kv_begin + job.key_begin;
+    keys = job.visible_end - job.key_begin;
+    key = job.kv_blocks * Tile::kBlockN + first_row + lane % kLaneRows;
+    read_list();
+    empty(stage, false).wait(phase);
+    begin_half(stage, false, false);
+  }
+  // Not behind a branch, or a condition: the warp would wait for the entry at once.
+  CUTE_DEVICE void read_list() {
+    key -= Tile::kBlockN;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(list + min(max(key, 0), keys - 1)));
+  }
+
+  // Before the first half of a block: where its rows lie, and which exist; copies of their scales.
+  CUTE_DEVICE void look_up(int stage) {
+    const bool exists =
+        std::uint32_t(key) < std::uint32_t(keys) && std::uint32_t(slot) < params.num_pages * params.page_size.divisor;
+    const std::uint32_t page = params.page_size.divide(slot);
+    const std::uint32_t in_page = slot - page * params.page_size.divisor;
+    const std::uint64_t offset =
+        std::uint64_t(page * params.k_units.page + in_page * params.k_units.slot) * params.k_units.bytes;
+    const char* const data = static_cast<const char*>(params.attention.k.data);
+    const char* const row = exists ? data + offset : reinterpret_cast<const char*>(kNoToken);
+    const char* of_row = row + kFormat.scales_at;
+    if (kFormat.by_page && exists) {
+      of_row = data + page * params.k_pages.page_bytes +
+               std::uint64_t(params.page_size.divisor) * kFormat.data_bytes() + in_page * kFormat.scale_bytes;
+    }
+    __syncwarp();
+    if (lane % 16 < kLaneRows) {
+      store_shared_8(pointers() + lane % kLaneRows * 8, reinterpret_cast<std::uint64_t>(row));
+      const std::uint32_t to = scales(stage) + lane % kLaneRows * kScaleBytes;
+      if constexpr (kFormat.scale_bytes == 8) {
+        cp_async_8(to, of_row, true);
+      } else {
+        cp_async_16(to, of_row);
+      }
+    }
+    listed = __ballot_sync(kAll, exists);
+    __syncwarp();
+    read_list();
+  }
+
+  CUTE_DEVICE const char* row_of(int n) const {
+    const uint2 x = load_shared_8(pointers() + n * 8);
+    return reinterpret_cast<const char*>(std::uint64_t(x.y) << 32 | x.x);
+  }
+
+  // Half of the columns; the memory is free.
+  CUTE_DEVICE void copy(int stage, bool second, bool right) {
+    if (second && lane == 0) {
+      reinterpret_cast<std::uint16_t*>(shared.listed[stage])[warp] =
+          std::uint16_t((listed & 0xff) | (listed >> 8 & 0xff00));
+    }
+    if (Tile::kHasPositions ? second : kPositionsAreValues && right) {
+      constexpr int kPanel = Tile::kHasPositions ? kRopePanel : kRopePanel - 1;
+      const int of_lane = lane / 8 % 2 * 4;  // eight lanes copy a row
+      const std::uint32_t to = rows(stage) + kPanel * kPanelBytes + of_lane * 128;
+      const char* from[4];
+      CUTE_UNROLL
+      for (int n = 0; n < 4; ++n) from[n] = row_of(of_lane + n) + (kFormat.positions_at + lane % 8 * 16);
+      CUTE_UNROLL
+      for (int n = 0; n < 4; ++n) cp_async_16(to + n * 128 + ((lane % 8 ^ (of_lane + n)) << 4), from[n]);
+    }
+    const std::uint32_t to =
+        rows(stage) + (right * kHalfPanels + raw_panel(right, lane % 16 / 8)) * kPanelBytes + lane % 8 * 16;
+    const int column = right * (kLatentDim / 2) + lane % 16 * 16;
+    if (!kPositionsAreValues || !right || lane % 16 < 12) {
+      const char* from[kLaneRows];  // before the first copy, whose registers are free late
+      CUTE_UNROLL
+      for (int n = 0; n < kLaneRows; ++n) from[n] = row_of(n) + column;
+      CUTE_UNROLL
+      for (int n = 0; n < kLaneRows; ++n) cp_async_16(to + n * 128, from[n]);
+    }
+    cp_async_commit();
+  }
+
+  // Exponents become numbers: (half of the columns, panel of a part, part).
+  CUTE_DEVICE void widen_scales(int stage) {
+    const int half = lane / 8 % 2;
+    const std::uint32_t of_row = scales(stage) + lane % kLaneRows * kScaleBytes;
+    const std::uint32_t exponents = load_shared_4(of_row + half * 4);
+    __syncwarp();
+    const auto power = [&](int n) { return __float_as_uint(power_of(exponents >> 8 * n & 0xff)); };
+    store_shared_16(of_row + half * 16, {power(0), power(2)}, {power(1), power(3)});
+    __syncwarp();
+  }
+
+  // Half a warp reads and writes one row at a time: reads come before the writes over them.
+  CUTE_DEVICE void widen(int stage, bool second, bool right) {
+    if (kFormat.has_exponents && !second) widen_scales(stage);
+    const int panel_of_part = lane / 8 % 2;
+    const std::uint32_t half = rows(stage) + right * (kHalfPanels * kPanelBytes);
+    const std::uint32_t raw = half + lane % 16 * 8;
+    const std::uint32_t to = half + panel_of_part * kPanelBytes + (lane % 8 << 4);
+    const std::uint32_t own_scales =
+        scales(stage) + (kFormat.has_exponents ? right * 16 + panel_of_part * 8 : right * 8);
+    struct {
+      uint2 numbers[2], scale;  // [part]
+    } read[2];
+    const auto load = [&](int row) {
+      CUTE_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        read[row % 2].numbers[part] = load_shared_8(raw + raw_panel(right, part) * kPanelBytes + row * 128);
+      }
+      read[row % 2].scale = load_shared_8(own_scales + row * kScaleBytes);
+    };
+    load(0);
+    CUTE_UNROLL
+    for (int row = 0; row < kLaneRows; ++row) {
+      if (row + 1 < kLaneRows) load(row + 1);
+      __syncwarp();
+      CUTE_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        const uint2 numbers = read[row % 2].numbers[part];
+        const float scale = __uint_as_float(part == 0 ? read[row % 2].scale.x : read[row % 2].scale.y);
+        const uint2 low = scaled<Element>(numbers.x, scale);
+        const uint2 high = scaled<Element>(numbers.y, scale);
+        if (!kPositionsAreValues || !right || part == 0 || panel_of_part == 0) {
+          store_shared_16((to ^ row << 4) + 2 * part * kPanelBytes + row * 128, low, high);
+        }
+      }
+    }
+  }
+
+  CUTE_DEVICE Barrier& empty(int stage, bool right) const { return shared.k_empty[stage][right ? kRight : kLeft]; }
+  CUTE_DEVICE void begin_half(int stage, bool second, bool right) {
+    if (!second) look_up(stage);
+    copy(stage, second, right);
+  }
+
+  // Widens a half of a block, and begins the half behind it, as soon as its memory is free.
+  CUTE_DEVICE void step(int block, bool second, bool right, bool has_next) {
+    const int stage = stage_of<Tile>(block);
+    const int next_stage = stage_of<Tile>(block + second);
+    const std::uint32_t next_empty = phase_of<Tile>(block + second) ^ 1;
+    const bool next_right = right == second;
+    Barrier& next = empty(next_stage, next_right);
+    bool begins = has_next && next.test(next_empty);
+    if (!second) begins = begins && shared.k_empty[next_stage][kRope].test(next_empty);
+    begins = __all_sync(kAll, begins);
+    if (begins) {
+      begin_half(next_stage, !second, next_right);
+      cp_async_wait<1>();
+    } else {
+      cp_async_wait<0>();
+    }
+    __syncwarp();
+    widen(stage, second, right);
+    __syncwarp();
+    if (lane == 0) {
+      if (second) shared.k_full[stage][kRopePanel].arrive();
+      shared.k_full[stage][right ? kHalfPanels : 0].arrive();
+    }
+    if (has_next && !begins) {
+      next.wait(next_empty);
+      if (!second) shared.k_empty[next_stage][kRope].wait(next_empty);
+      begin_half(next_stage, !second, next_right);
+    }
+  }
+};
+
 template <class Element, class Tile>
 CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>& shared, int warp) {
-  constexpr TokenFormat kFormat = Tile::kFormat;
-  constexpr bool kPositionsAreValues = kFormat.columns < kLatentDim;
-  constexpr int kRows = Tile::kBlockN / 4;  // of the warp
-  constexpr std::uint32_t kAll = 0xffffffffu;
-  constexpr int kNoSlot = -1;
-  constexpr int kStageBytes = kPanels * kPanelBytes;
-  const int lane = threadIdx.x % 32;
+  const int lane = held(threadIdx.x % 32);
   const bool first = warp == 0 && lane == 0;
-  const std::uint32_t num_slots = params.num_pages * params.page_size.divisor;
-  const std::uint32_t own_rows = shared_address(shared.k) + warp * kRows * 128;
+  QuantizedGather<Element, Tile> gather(params, shared, warp, lane);
   fa3::Ring<kJobBuffers> jobs;
   std::uint32_t q_phase = 1;
   int first_block = 0;  // of the tile, among all of the CTA
+  if (first) publish_job<Tile>(params, shared, jobs);
   while (true) {
-    if (first) publish_job<Tile>(params, shared, jobs);
-    __syncwarp();
     shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
     const int kv_blocks = job.kv_blocks;
-    const std::int32_t* const list = params.k_pages.indices + job.kv_begin;
-    int key = job.key_begin + kv_blocks * Tile::kBlockN + warp * kRows + lane / 8 * 4 + lane % 4;
-    const auto look_up = [&] {
-      key -= Tile::kBlockN;
-      return key >= job.key_begin && key < job.visible_end ? __ldg(list + key) : kNoSlot;
-    };
-    const auto address = [&](std::uint32_t of_row) {
-      std::uint64_t bytes;
-      asm("mul.wide.u32 %0, %1, %2;" : "=l"(bytes) : "r"(of_row), "r"(params.k_units.bytes));
-      return static_cast<const char*>(params.attention.k.data) + bytes;
-    };
-    int slot = look_up();
-    std::uint32_t offset = 0;      // of the row looked up
-    std::uint32_t listed = 0;      // whether that of each lane exists
-    const char* scales = nullptr;  // of the row looked up
-    // Of the row looked up, of a half: an fp32 scale of its first or second 128 columns, or exponents of these or of all.
-    std::uint32_t scale = 0, next_scale = 0;
-    // Where e4m3 of the part-th 128 columns of a half land, among the half's panels.
-    const auto raw_panel = [&](bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; };
-    // Halves of blocks in the order in which S takes them: how many have been begun, and how many are done.
-    int begun = 0, done = 0;
-    const auto block_of = [&](int half) { return first_block + half / 2; };
-    const auto group_of = [&](int half) { return nth_group(half / 2 % 2, half % 2 * 2); };
-    const auto empty_of = [&](int half) -> Barrier& {
-      return shared.k_empty[stage_of<Tile>(block_of(half))][group_of(half)];
-    };
+    if (kv_blocks > 0) gather.begin(job, stage_of<Tile>(first_block), phase_of<Tile>(first_block) ^ 1);
+    // Q of the tile before may still be read: not in front of the copies.
+    if (first) load_q_of_job<Tile>(params, shared, job, q_phase);
+    __syncwarp();
+    q_phase ^= 1;
     CUTE_NO_UNROLL
-    while (done < 2 * kv_blocks) {
-      const int block = block_of(begun);
-      const std::uint32_t empty = phase_of<Tile>(block) ^ 1;
-      bool begins = begun < 2 * kv_blocks && begun - done < 2;
-      if (begins) {
-        if (begun == done) {
-          empty_of(begun).wait(empty);
-        } else {
-          begins = __all_sync(kAll, empty_of(begun).test(empty));
-        }
-      }
-      if (begins) {
-        const int stage = stage_of<Tile>(block);
-        const PanelGroup group = group_of(begun);
-        if (begun % 2 == 0) {
-          const bool exists = std::uint32_t(slot) < num_slots;
-          const std::uint32_t page = exists ? params.page_size.divide(std::uint32_t(slot)) : 0;
-          const std::uint32_t in_page = exists ? std::uint32_t(slot) - page * params.page_size.divisor : 0;
-          offset = page * params.k_units.page + in_page * params.k_units.slot;
-          listed = __ballot_sync(kAll, exists);
-          scales = kFormat.by_page
-                       ? static_cast<const char*>(params.attention.k.data) + page * params.k_pages.page_bytes +
-                             std::uint64_t(params.page_size.divisor) * kFormat.data_bytes() +
-                             in_page * kFormat.scale_bytes
-                       : address(offset) + kFormat.scales_at;
-          slot = look_up();
-        } else {
-          shared.k_empty[stage][kRope].wait(empty);
-          if (lane == 0) {
-            std::uint32_t rows = listed & 0x0f0f0f0f;
-            rows = (rows | rows >> 4) & 0x00ff00ff;
-            reinterpret_cast<std::uint16_t*>(shared.listed[stage])[warp] = std::uint16_t(rows | rows >> 8);
-            shared.k_full[stage][kRopePanel].arrive();
-          }
-        }
-        const bool right = group == kRight;
-        if (Tile::kHasPositions ? begun % 2 == 1 : kPositionsAreValues && right) {
-          constexpr int kPanel = Tile::kHasPositions ? kRopePanel : kRopePanel - 1;
-          const std::uint32_t to = own_rows + stage * kStageBytes + kPanel * kPanelBytes + lane / 8 * (4 * 128);
-          CUTE_UNROLL
-          for (int j = 0; j < 4; ++j) {  // row lane / 8 * 4 + j, which eight lanes copy
-            const std::uint32_t of_row = __shfl_sync(kAll, offset, j, 8);
-            cp_async_16(to + j * 128 + ((lane % 8 ^ (lane / 8 % 2 * 4 + j)) << 4),
-                        address(of_row) + kFormat.positions_at + lane % 8 * 16, listed >> (lane & 24) >> j & 1);
-          }
-          if (Tile::kHasPositions) fa3::arrive_when_landed(shared.k_full[stage][kRopePanel]);
-        }
-        std::uint32_t read = 0;
-        if (listed >> lane & 1) {
-          const int of_half = kFormat.scale_bytes / 2 * right;
-          read = __ldg(reinterpret_cast<const std::uint32_t*>(scales + of_half) +
-                       (kFormat.scale_bytes == 16 ? lane % 8 / 4 : 0));
-        }
-        (begun == done ? scale : next_scale) = read;
-        const int part = lane % 16 / 8;
-        const std::uint32_t to = own_rows + stage * kStageBytes +
-                                 (first_panel(group) + raw_panel(right, part)) * kPanelBytes + lane / 16 * (8 * 128) +
-                                 lane % 8 * 16;
-        const bool is_stored = !kPositionsAreValues || !right || lane % 16 < 12;
-        const int column = right * (kLatentDim / 2) + lane % 16 * 16;
-        CUTE_UNROLL
-        for (int j = 0; j < 8; ++j) {  // row lane / 16 * 8 + j, which a lane of 16 has looked up
-          const int looked_up = j / 4 * 8 + j % 4;
-          const std::uint32_t of_row = __shfl_sync(kAll, offset, looked_up, 16);
-          if (is_stored) cp_async_16(to + j * 128, address(of_row) + column, listed >> (lane & 16) >> looked_up & 1);
-        }
-        cp_async_commit();
-        if (begun++ == 0) {  // Q of the tile before may still be read: not in front of the copies
-          if (first) load_q_of_job<Tile>(params, shared, job, q_phase);
-          __syncwarp();
-          q_phase ^= 1;
-        }
-        continue;
-      }
-      if (begun - done == 2) {
-        cp_async_wait<1>();
-      } else {
-        cp_async_wait<0>();
-      }
-      __syncwarp();
-      const int stage = stage_of<Tile>(block_of(done));
-      const int panel = first_panel(group_of(done));
-      const bool odd = lane & 4;  // eight lanes write eight chunks: four the even ones first, four the odd ones
-      const std::uint32_t rows = own_rows + stage * kStageBytes + panel * kPanelBytes + lane / 8 * (4 * 128);
-      const bool right = panel != 0;
-      CUTE_UNROLL
-      for (int n = 0; n < 2; ++n) {
-        // First what is not written over that of the other part.
-        const int part = kPositionsAreValues && right ? 1 - n : n;
-        uint4 numbers[4];
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          numbers[j] = load_shared(rows + raw_panel(right, part) * kPanelBytes + j * 128 + lane % 8 * 16);
-        }
-        if (n == 1) __syncwarp();  // all lanes have read what is written now
-        const std::uint32_t to =
-            rows + (2 * part + lane / 4 % 2) * kPanelBytes + ((lane % 4 * 2 + odd ^ lane / 8 % 2 * 4) << 4);
-        const bool is_stored = !kPositionsAreValues || !right || part == 0 || !odd;
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          const std::uint32_t word = __shfl_sync(kAll, scale, part * 4 + j, 8);
-          // The lane has columns 16 (lane % 8) and on of the part.
-          const int group =
-              (kFormat.scale_bytes == 16 ? 0 : 128 / kFormat.group * part) + lane % 8 * 16 / kFormat.group;
-          const float of_row = kFormat.has_exponents ? power_of(word >> 8 * group & 0xff) : __uint_as_float(word);
-          const uint4 x = numbers[j];
-          const uint2 a = scaled<Element>(odd ? x.z : x.x, of_row);
-          const uint2 b = scaled<Element>(odd ? x.w : x.y, of_row);
-          if (is_stored) store_shared((to ^ j << 4) + j * 128, uint4{a.x, a.y, b.x, b.y});
-          const uint2 c = scaled<Element>(odd ? x.x : x.z, of_row);
-          const uint2 d = scaled<Element>(odd ? x.y : x.w, of_row);
-          if (is_stored) store_shared((to ^ j << 4 ^ 16) + j * 128, uint4{c.x, c.y, d.x, d.y});
-        }
-      }
-      __syncwarp();
-      if (lane == 0) shared.k_full[stage][panel].arrive();
-      scale = next_scale;
-      ++done;
+    for (int half = 0; half < 2 * kv_blocks; ++half) {
+      gather.step(first_block + half / 2, half & 1, (half ^ half / 2) & 1, half + 1 < 2 * kv_blocks);
     }
     first_block += kv_blocks;
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
+    if (first) publish_job<Tile>(params, shared, jobs);
+    __syncwarp();
   }
 }
 

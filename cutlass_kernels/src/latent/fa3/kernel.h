@@ -48,7 +48,7 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.q_empty.init(8);
   // The latent columns by two warps, or by a lane of each of four; those of the position with `listed`.
   constexpr int kLatentArrivals = Tile::kQuantized ? 4 : 2 * 32;
-  constexpr int kRopeArrivals = (Tile::kQuantized ? 4 : 1) * (Tile::kHasPositions ? 32 + 1 : 1);
+  constexpr int kRopeArrivals = Tile::kQuantized ? 4 : Tile::kHasPositions ? 32 + 1 : 1;
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
       shared.k_full[stage][panel].init(Tile::kBySlots ? (panel == kRopePanel ? kRopeArrivals : kLatentArrivals)

@@ -30,6 +30,7 @@ struct Tile {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kBySlots = false;
   static constexpr bool kQuantized = false;
+  static constexpr int kScales = 0;            // of a token
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
@@ -55,12 +56,13 @@ struct NarrowSlotsTile : SlotsTile {
 // (448 and 64), or there are none.
 template <DType kTokens>
 struct QuantizedTile : SlotsTile {
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConsumerRegisters = 216;
+  static constexpr int kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = 208;
   static constexpr bool kQuantized = true;
   static constexpr TokenFormat kFormat = token_format(kTokens);
   static constexpr bool kHasPositions = kFormat.positions > 0 && kFormat.columns == kLatentDim;
   static constexpr int kHeadDimQk = kLatentDim + (kHasPositions ? kRopeDim : 0);
+  static constexpr int kScales = kFormat.has_exponents ? kLatentDim / kFormat.group : kFormat.scale_bytes / 4;
   static_assert(kFormat.columns == kLatentDim || kFormat.columns + kFormat.positions == kLatentDim);
 };
 
@@ -89,6 +91,12 @@ struct Nothing {};
 struct ClaimedTile {
   int index, head, rank;
   WorkItem work;
+};
+
+template <int kStages, int kRows, int kScales>
+struct alignas(16) ScalesOfTokens {
+  float of[kStages][kRows][kScales];
+  const char* rows[kRows];  // of the block that is being read
 };
 
 // Panels that are given back together.
@@ -136,7 +144,9 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
   SplitTable splits;
+  // Of quantized caches.
   std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
+  std::conditional_t<Tile::kQuantized, ScalesOfTokens<Tile::kStages, Tile::kBlockN, Tile::kScales>, Nothing> scales;
 };
 
 // Named barriers (bar.sync), by ID; 0 is __syncthreads().
