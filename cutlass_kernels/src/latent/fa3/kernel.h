@@ -27,6 +27,7 @@
 #include "common/dependent_launch.h"
 #include "common/ptx/setmaxnreg.h"
 #include "fa3/find_tiles.h"
+#include "fa3/pair.h"
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
 #include "latent/fa3/gather_quantized.h"
@@ -55,7 +56,7 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
                                        : source == KeySource::kGathered ? 32
                                                                         : 1);
     }
-    for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4);
+    for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4 * Tile::kCtasPerTile);
   }
   for (int warp = 0; warp < 4; ++warp) {
     shared.m_full[warp].init(1);
@@ -65,6 +66,9 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.landed[0].init(1);
   shared.landed[1].init(1);
   if constexpr (Tile::kQuantized) shared.claimed.index = -1;
+  if constexpr (Tile::kCtasPerTile == 2) {
+    for (Barrier& sent : shared.from_peer.sent) sent.init(1);
+  }
   fa3::fence_barrier_init();
 }
 
@@ -108,7 +112,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   await_previous_kernel();
   allow_next_kernel();
   fa3::begin_packed<Tile>(params, shared, warp);
-  __syncthreads();
+  if constexpr (Tile::kCtasPerTile == 2) {
+    fa3::sync_pair();
+  } else {
+    __syncthreads();
+  }
   if (warp < 4) {
     decrease_registers<Tile::kProducerRegisters>();
     produce<Element, Tile>(params, shared, warp, source);
@@ -119,6 +127,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     increase_registers<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, 1>(params, shared).run();
   }
+  if constexpr (Tile::kCtasPerTile == 2) fa3::sync_pair();  // the other CTA may still arrive at barriers of this one
 }
 
 }  // namespace cutlass_kernels::mla

@@ -69,6 +69,7 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                                Tile::kBlockN,
                                Tile::kCtasPerSm,
                                Tile::kCtasPerTile,
+                               Tile::kCtasPerTile,
                                false,
                                &make_maps};
   return fa3::enqueue_kernel(facts, params, stream, &allowed);
@@ -81,7 +82,9 @@ Status launch_quantized(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  return launch_tile<Element, QuantizedTile<kTokens>>(params, stream);
+  const int head_tiles = params.num_qo_heads / params.plan.packed_heads;
+  return head_tiles % 2 == 0 ? launch_tile<Element, QuantizedPairTile<kTokens>>(params, stream)
+                             : launch_tile<Element, QuantizedTile<kTokens>>(params, stream);
 }
 
 template <class Element>

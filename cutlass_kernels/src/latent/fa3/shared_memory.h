@@ -66,6 +66,13 @@ struct QuantizedTile : SlotsTile {
   static_assert(kFormat.columns == kLatentDim || kFormat.columns + kFormat.positions == kLatentDim);
 };
 
+// A pair of CTAs (fa3/pair.h) with tiles of the same tokens and other heads: each has the keys of both, of which it
+// widens half.
+template <DType kTokens>
+struct QuantizedPairTile : QuantizedTile<kTokens> {
+  static constexpr int kCtasPerTile = 2;
+};
+
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
 //
 // Matrices are stored as panels of 64 columns, the span of the swizzle: panels 0 to 7 are the latent columns, panel 8
@@ -91,6 +98,12 @@ struct Nothing {};
 struct ClaimedTile {
   int index, head, rank;
   WorkItem work;
+};
+
+// Of CTA 1 of a pair: the jobs that CTA 0 has sent it.
+struct SentJobs {
+  Job jobs[kJobBuffers];
+  Barrier sent[kJobBuffers];  // CTA 0, with their bytes
 };
 
 template <int kStages, int kRows, int kScales>
@@ -144,6 +157,7 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
   SplitTable splits;
+  std::conditional_t<Tile::kCtasPerTile == 2, SentJobs, Nothing> from_peer;
   // Of quantized caches.
   std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
   std::conditional_t<Tile::kQuantized, ScalesOfTokens<Tile::kStages, Tile::kBlockN, Tile::kScales>, Nothing> scales;
