@@ -14,6 +14,7 @@
 #include "fa3/pair.h"
 #include "latent/fa3/load.h"
 #include "latent/fa3/shared_memory.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels::mla {
 
@@ -124,10 +125,11 @@ struct QuantizedGather {
   const int first_row;       // of the lane's
   const int looked_up;       // row of the block
   const std::uint32_t peer;  // the distance of what both CTAs of a pair have
-  const std::int32_t* list;
-  int key, keys;         // to be looked up, and the number of keys
-  int slot;              // the next to be looked up
-  std::uint32_t listed;  // whether that of each lane exists
+  int batch;                 // the request
+  int key;                   // to be looked up
+  int first_end, end;        // where keys of the caches end
+  int slot;                  // the next to be looked up
+  std::uint32_t listed;      // whether that of each lane exists
 
   CUTE_DEVICE QuantizedGather(const fa3::KernelParams& params_, Shared<Tile>& shared_, int warp_, int lane_)
       : params(params_),
@@ -150,9 +152,11 @@ struct QuantizedGather {
   CUTE_DEVICE static int raw_panel(bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; }
 
   CUTE_DEVICE void begin(const Job& job, int stage, std::uint32_t phase) {
-    list = params.k_pages.indices + job.kv_begin + job.key_begin;
-    keys = job.visible_end - job.key_begin;
-    key = job.kv_blocks * Tile::kBlockN + looked_up;
+    batch = job.batch;
+    const fa3::SlotsOfCache& cache = params.caches[0];
+    first_end = min(listed_keys(cache.lengths, cache.width, batch), job.visible_end);
+    end = job.visible_end;
+    key = job.key_begin + job.kv_blocks * Tile::kBlockN + looked_up;
     read_list();
     empty(stage, false).wait(phase);
     begin_half(stage, false, false);
@@ -160,24 +164,27 @@ struct QuantizedGather {
   // Not behind a branch, or a condition: the warp would wait for the entry at once.
   CUTE_DEVICE void read_list() {
     key -= Tile::kBlockN;
-    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(list + min(max(key, 0), keys - 1)));
+    const bool second = key >= params.first_keys;
+    const fa3::SlotsOfCache& cache = params.caches[second];
+    const int index = max(min(second ? key - params.first_keys : key, cache.width - 1), 0);
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(cache.indices + batch * cache.table_stride + index));
   }
 
   // Before the first half of a block: where its rows lie, and which exist; copies of their scales. Warps of a pair look
   // up all rows of the CTA.
   CUTE_DEVICE void look_up(int stage) {
-    const bool exists =
-        std::uint32_t(key) < std::uint32_t(keys) && std::uint32_t(slot) < params.num_pages * params.page_size.divisor;
-    const std::uint32_t page = params.page_size.divide(slot);
-    const std::uint32_t in_page = slot - page * params.page_size.divisor;
+    const bool second = key >= params.first_keys;
+    const fa3::SlotsOfCache& cache = params.caches[second];
+    const bool exists = key < (second ? end : first_end) && std::uint32_t(slot) < cache.num_slots;
+    const std::uint32_t page = cache.page_size.divide(slot);
+    const std::uint32_t in_page = slot - page * cache.page_size.divisor;
     const std::uint64_t offset =
-        std::uint64_t(page * params.k_units.page + in_page * params.k_units.slot) * params.k_units.bytes;
-    const char* const data = static_cast<const char*>(params.attention.k.data);
-    const char* const row = exists ? data + offset : reinterpret_cast<const char*>(kNoToken);
+        std::uint64_t(page * cache.units.page + in_page * cache.units.slot) * cache.units.bytes;
+    const char* const row = exists ? cache.data + offset : reinterpret_cast<const char*>(kNoToken);
     const char* of_row = row + kFormat.scales_at;
     if (kFormat.by_page && exists) {
-      of_row = data + page * params.k_pages.page_bytes +
-               std::uint64_t(params.page_size.divisor) * kFormat.data_bytes() + in_page * kFormat.scale_bytes;
+      of_row = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
+               in_page * kFormat.scale_bytes;
     }
     __syncwarp();
     if (kPair ? lane / kRows == warp : lane < kRows) {
