@@ -220,7 +220,7 @@ def exchanges(group: Any, device: torch.device, dtype: torch.dtype) -> bool:
 # --- captured calls ----------------------------------------------------------------------------------------------
 
 
-def _captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of the call, and its output."""
     call()
     graph = torch.cuda.CUDAGraph()
@@ -235,7 +235,7 @@ def replayed_decode(group: Any, device: torch.device, captured: str) -> bool:
     k, v = (torch.randn(5, 40, 2, 64, device=device, dtype=torch.float16) for _ in range(2))
     lens = torch.full((5,), 30, dtype=torch.int32, device=device)
     step = lambda comm: distributed.dcp_decode(q, k, v, group, seqused_k=lens, comm=comm)  # noqa: E731
-    graph, out = _captured(lambda: step(captured))
+    graph, out = captured(lambda: step(captured))
     good = True
     for turn in range(6):
         q.normal_(generator=torch.Generator(device).manual_seed(10 * turn + rank))
@@ -260,7 +260,7 @@ def replayed_prefill(group: Any, device: torch.device, pages: int, options: dict
         counts = [distributed.cp_positions([n], rank, world).numel() for n in seqlens]
         k, v, given["page_table"] = _paged(k, v, counts, pages)
     call = lambda: distributed.cp_prefill(q, k, v, group, **given)  # noqa: E731
-    graph, out = _captured(call)
+    graph, out = captured(call)
     distributed._plans.plan_of.cache_clear()  # as after many calls of other lengths: the graph's plan stays
     good = True
     for turn in range(4):

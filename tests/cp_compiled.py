@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cp_calls
+import cp_selected
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -125,6 +126,24 @@ def latent_step(group: Any, device: torch.device) -> str | None:
         return distributed.dcp_decode(q, k, k, group, block_size=16, **dict(zip(names, tensors, strict=True)))
 
     return _compare(call, (q, k, *(given[name] for name in names)), "aot_eager", "dcp_decode")
+
+
+def selected_step(group: Any, device: torch.device) -> str | None:
+    """A step by lists, which the graph makes, over tokens of 656 bytes."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    problem = dict(kv_lens=[70, 33], rows=4, width=20, shard=(world, 4), heads=4, quantized=True)
+    q, cache, _ = cp_selected.step(device, problem, rank)
+    table = torch.arange(cache.size(0), dtype=torch.int32, device=device).view(2, -1)
+    positions = cp_selected.make(problem).positions.to(device)
+    given = dict(block_size=4, page_size=cp_selected.PAGE)
+
+    def call(q: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> Any:
+        own: Any = distributed.dcp_local_indices(positions, rank, world, page_table=table, **given)
+        lists = dict(kv_indices_per_token=own[0].unsqueeze(1), topk_length=own[1])
+        return distributed.dcp_decode(q, cache, cache, group, return_lse=True, **lists)
+
+    cache[cache == 255] = 0  # tokens that are not there: no NaN
+    return _compare(call, (q.chunk(world, 1)[rank], cache, positions, table), "aot_eager", "dcp_decode")
 
 
 def shapes(group: Any, device: torch.device) -> None:

@@ -20,11 +20,12 @@ from compilers import run
 from paths import ROOT
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-COMPARING = ["fmha_v2_plugin", "latent_attention", "block_sparse"]  # with a loop on the CPU
+COMPARING = ["fmha_v2_plugin", "latent_attention", "selected_tokens", "block_sparse"]  # with a loop on the CPU
 EXAMPLES = ["hello_attention", *COMPARING]
 # That these programs call.
 KERNELS = ("fa2_float16_hd64", "fa3_float16_hd64", "fa2_float16_hd576_512", "fa3_float16_hd576_512")
-NARROW = ("-DCK_HEAD_DIMS=64;576", "-DCK_DTYPES=float16,float8_e4m3fn", "-DCK_ARCHS=90")
+KERNELS += ("fa2_bfloat16_hd576_512", "fa3_bfloat16_hd576_512")
+NARROW = ("-DCK_HEAD_DIMS=64;576", "-DCK_DTYPES=float16,bfloat16,float8_e4m3fn,latent_v32", "-DCK_ARCHS=90")
 pytestmark = pytest.mark.slow
 
 

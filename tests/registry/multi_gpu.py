@@ -80,3 +80,13 @@ def _positions(x: Data) -> list[Call]:
 @no_attention("distributed.dcp_local_lengths", **ALONE)
 def _lengths(x: Data) -> list[Call]:
     return [Call(lambda lens: distributed.dcp_local_lengths(lens, 1, 2), (x.here(20, 7),))]
+
+
+@no_attention("distributed.dcp_local_indices")
+def _lists(x: Data) -> list[Call]:
+    def paged(lists: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> Any:
+        return distributed.dcp_local_indices(lists, 1, 2, page_table=table, page_size=4, topk_length=lengths)
+
+    lists = x.here(7, 2, 5, -1, 9, 1).view(2, 3)
+    plain = lambda lists: distributed.dcp_local_indices(lists, 1, 2, compact=False)  # noqa: E731
+    return [Call(paged, (lists, x.here(3, 2), x.here(1, 0, 2, 3).view(2, 2))), Call(plain, (lists,))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ._dcp import dcp_combine, dcp_decode, dcp_local_lengths
+from ._dcp import dcp_combine, dcp_decode
+from ._local import dcp_local_indices, dcp_local_lengths
 from ._prefill import cp_prefill
 from ._shards import cp_restore, cp_split
 from ._shards import indices as cp_indices
@@ -16,5 +17,6 @@ __all__ = [
     "cp_split",
     "dcp_combine",
     "dcp_decode",
+    "dcp_local_indices",
     "dcp_local_lengths",
 ]

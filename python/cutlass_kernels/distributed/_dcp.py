@@ -165,34 +165,6 @@ def _scaled_sum(out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: boo
     return mine.to(out.dtype), total.view(rows, peers.world, heads // peers.world)[:, peers.rank]
 
 
-def dcp_local_lengths(
-    lengths: torch.Tensor, rank: int | torch.Tensor, world: int, *, block_size: int = 1
-) -> torch.Tensor:
-    """Number of a request's first ``lengths`` tokens that a rank stores, if block i is on rank ``i % world``.
-
-    Args:
-        lengths: tokens, any integer dtype and shape, on any device. Nothing is read back.
-        rank, world: a rank, or a tensor of ranks, and how many there are.
-        block_size: consecutive tokens of a block, as of a page, or 1.
-
-    Returns:
-        Tokens of that rank, of the dtype and shape of lengths; 0 of negative lengths.
-
-    Raises:
-        TypeError: lengths that are no integers.
-
-    Examples:
-        >>> dcp_local_lengths(torch.tensor([9]), 0, 2, block_size=4)  # tokens 0 to 3, and 8
-        tensor([5])
-    """
-    hints.tensors(lengths=lengths)
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise TypeError(f"lengths have dtype {lengths.dtype}: they are integers.")
-    period, lengths = world * block_size, lengths.clamp(min=0)
-    rounds = lengths.div(period, rounding_mode="floor")
-    return rounds * block_size + (lengths - rounds * period - rank * block_size).clamp(0, block_size)
-
-
 @_ops.traceable(_ops.like_queries)
 def dcp_decode(
     q: torch.Tensor,
@@ -200,13 +172,19 @@ def dcp_decode(
     v: torch.Tensor,
     group: Group,
     *,
-    seqused_k: torch.Tensor,
+    seqused_k: torch.Tensor | None = None,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     page_table: torch.Tensor | None = None,
+    kv_indices_per_token: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_k: torch.Tensor | None = None,
+    extra_indices_per_token: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
     kv_layout: str = "NHD",
+    kv_format: str | None = None,
     block_size: int = 1,
     gather_heads: bool = True,
     comm: str = "auto",
@@ -228,18 +206,26 @@ def dcp_decode(
     results. Token ``g`` of a request lies on rank ``g // block_size % W``. A rank stores its tokens in order of
     position.
 
+    With ``kv_indices_per_token``, each row sees selected tokens of any rank (sparse attention). A rank passes those of
+    its own cache: ``dcp_local_indices()`` makes such lists.
+
     Args:
         q: this rank's heads of all requests, ``[B, n, Hq / W, D]``, from head ``rank * Hq / W`` on; or, of unequal
-            query lengths, ``[rows, Hq / W, D]`` with ``cu_seqlens_q``. With ``gather_heads=False`` all heads.
-        k, v: this rank's cache, ``[pages, P, Hkv, D]`` with ``page_table``, or ``[B, S, Hkv, D]``; with
+            query lengths, ``[rows, Hq / W, D]`` with ``cu_seqlens_q``, or with lists. With ``gather_heads=False`` all
+            heads.
+        k, v: this rank's cache, ``[pages, P, Hkv, D]`` with ``page_table`` or lists, or ``[B, S, Hkv, D]``; with
             ``kv_layout="HND"`` heads before tokens. All ranks hold the same heads.
         group: a process group or a ``DeviceMesh`` of one dimension.
         seqused_k: int32 ``[B]``: tokens of every request on all ranks together, those of q the last among them.
+            Required without lists.
         q_rope, k_rope: the last columns of q and k in latent attention, if they lie in tensors of their own; as of
             ``cutlass_kernels.attention()``. q_rope has the heads of q. With k_rope, v is k.
         cu_seqlens_q, max_seqlen_q: int32 ``[B + 1]``, offsets of requests in rows of q, and a bound of their lengths.
         page_table: int32 ``[B, M]``: pages of this rank's tokens of a request, in order.
-        block_size: see above: 1, as many tokens as a page, or any other number.
+        kv_indices_per_token, topk_length, extra_k, extra_indices_per_token, extra_topk_length, kv_format: as of
+            ``cutlass_kernels.attention()``; lists are those of this rank. A row may have none here. List a token that
+            several ranks store on one of them alone.
+        block_size: see above: 1, as many tokens as a page, or any other number. Not with lists.
         gather_heads: whether q has this rank's heads only; the result has the same heads.
         comm: as of ``dcp_combine()``.
         sinks: fp32 ``[Hq]``, of all heads.
@@ -255,23 +241,42 @@ def dcp_decode(
 
     Examples:
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
+
+        Latent attention to selected tokens, ``positions`` of shape ``[rows, K]``:
+
+        >>> given = dict(page_table=table, page_size=64, batch_indices=requests)
+        >>> lists, counts = dcp_local_indices(positions, rank, world, **given)
+        >>> lists = lists.unsqueeze(1)  # [rows, 1, K]
+        >>> out = dcp_decode(q, cache, cache[..., :512], group, kv_indices_per_token=lists, topk_length=counts)
     """
-    hints.tensors(q=q, k=k, v=v, seqused_k=seqused_k)
+    hints.tensors(q=q, k=k, v=v)
+    by_lists = kv_indices_per_token is not None
+    if not by_lists:
+        hints.tensors(seqused_k=seqused_k)
     peers = peers_of(group)
     shard = (peers.world, peers.rank, block_size)
     heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
-    of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], _columns(k_rope), kv_layout, page_table is not None)
+    how_stored = (kv_layout, kv_format, page_table is not None, by_lists)
+    of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], _columns(k_rope), _columns(extra_k), how_stored)
     window = tuple(window) if isinstance(window, list) else window
     options = (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap)
     of_result = (return_lse, lse_base)
-    call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table, causal=True)
-    call |= dict(window=window, chunk_size=chunk_size, kv_layout=kv_layout, kv_shard=shard, k_rope=k_rope)
+    call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table, k_rope=k_rope)
+    call |= dict(window=window, chunk_size=chunk_size, kv_layout=kv_layout, kv_format=kv_format, extra_k=extra_k)
+    call |= dict(kv_indices_per_token=kv_indices_per_token, topk_length=topk_length)
+    call |= dict(extra_indices_per_token=extra_indices_per_token, extra_topk_length=extra_topk_length)
+    call |= {} if by_lists else dict(causal=True, kv_shard=shard)
     call |= dict(sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, k_descale=k_descale, v_descale=v_descale)
     call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
     def prepare() -> tuple[Facts, None]:
-        _check_step(q, q_rope, cu_seqlens_q)
+        _check_step(q, q_rope, cu_seqlens_q, by_lists)
         _shards.check_block_size(block_size)
+        if by_lists and block_size != 1:
+            raise ValueError(
+                f"block_size={block_size} is given with kv_indices_per_token, which lists slots of this rank: pass it "
+                "to dcp_local_indices(), which makes such lists."
+            )
         _shards.check_choice("comm", comm, COMMS)
         call_table.is_natural(lse_base)
         checks.flag("return_lse", return_lse)
@@ -285,7 +290,7 @@ def dcp_decode(
             "q_rope": _columns(q_rope),
             "dtypes": (q.dtype, k.dtype, v.dtype),
             "the cache": of_cache,
-            "requests": seqused_k.numel(),
+            "requests": None if seqused_k is None else seqused_k.numel(),
             "query lengths": (cu_seqlens_q is not None, max_seqlen_q),
             "options": (*options, sinks is not None),
             "the result": of_result,
@@ -293,7 +298,7 @@ def dcp_decode(
         return facts, None
 
     of_queries = (q.shape, q.dtype, form(q_rope), k.dtype, v.dtype)
-    requests = (seqused_k.shape, form(cu_seqlens_q), max_seqlen_q)
+    requests = (None if seqused_k is None else seqused_k.shape, form(cu_seqlens_q), max_seqlen_q)
     scales = (form(sinks), form(k_descale), form(v_descale))
     agree(grid_of(group), ("dcp_decode", *of_queries, *requests, of_cache, options, scales, of_result), prepare)
     if gather_heads:
@@ -303,18 +308,21 @@ def dcp_decode(
     return _result(*_combine(out, lse, peers, comm, gather_heads), return_lse, lse_base)
 
 
-def _check_step(q: torch.Tensor, q_rope: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None) -> None:
+def _check_step(
+    q: torch.Tensor, q_rope: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, by_lists: bool
+) -> None:
     for name, x in (("q", q), ("q_rope", q_rope)):
-        if x is not None and x.dim() != (4 if cu_seqlens_q is None else 3):
+        ranks = (3, 4) if by_lists else (4,) if cu_seqlens_q is None else (3,)
+        if x is not None and x.dim() not in ranks:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}: it must be [B, n, heads, D], or [rows, heads, D] with "
-                "cu_seqlens_q."
+                "cu_seqlens_q or kv_indices_per_token."
             )
 
 
-def _columns(rope: torch.Tensor | None) -> Any:
-    """What ranks have in common of q_rope or k_rope."""
-    return None if rope is None else (rope.dtype, rope.shape[-1:])
+def _columns(x: torch.Tensor | None) -> Any:
+    """What ranks have in common of q_rope, k_rope or extra_k."""
+    return None if x is None else (x.dtype, x.shape[-1:])
 
 
 def _of_all_heads(x: torch.Tensor, ranks: int) -> torch.Tensor:

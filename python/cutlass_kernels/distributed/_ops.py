@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .._caches import latent_formats
 from .._core.autograd import forward_only, with_grad, without_autocast
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
@@ -89,7 +90,9 @@ def traceable(
 
 def like_queries(values: Values) -> tuple[Any, ...]:
     """The shape of q, with the head dimension of v."""
-    return (*values["q"].shape[:-1], values["v"].shape[-1])
+    v = values["v"]
+    is_quantized = latent_formats.is_quantized(v, values.get("kv_format"))
+    return (*values["q"].shape[:-1], latent_formats.VALUES if is_quantized else v.shape[-1])
 
 
 def own_heads(values: Values) -> tuple[Any, ...]:
