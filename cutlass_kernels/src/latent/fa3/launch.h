@@ -15,6 +15,10 @@ namespace cutlass_kernels::mla {
 inline Candidates candidates(const AttentionParams& params, const Device&) {
   TileShape shape = fa3::packed_tile_shape<Tile>(params, packed_heads(params, fa3::kWarpgroupRows));
   shape.has_shares = true;
+  // A split writes 2 KB for each of its heads, which are read again: of a few heads, splits may be shorter.
+  if (params.pages.slots_per_page > 0 && shape.packed_heads <= 32) {
+    shape.least_split_keys = shape.packed_heads <= 16 ? Tile::kBlockN : 2 * Tile::kBlockN;
+  }
   return {{"packed", shape, {}}};
 }
 
