@@ -112,7 +112,7 @@ struct QuantizedGather {
   static constexpr bool kPositionsAreValues = kFormat.columns < kLatentDim;
   static constexpr bool kPair = Tile::kCtasPerTile == 2;
   static constexpr int kCtaRows = Tile::kBlockN / Tile::kCtasPerTile;  // that the CTA widens
-  static constexpr int kRows = kCtaRows / 4;                           // of the warp
+  static constexpr int kRows = kCtaRows / Tile::kProducerWarps;        // of the warp
   static constexpr int kLaneRows = kRows / 2;
   static constexpr std::uint32_t kAll = 0xffffffffu;
   static constexpr int kStageBytes = kPanels * kPanelBytes;
@@ -221,7 +221,8 @@ struct QuantizedGather {
   CUTE_DEVICE void copy(int stage, bool second, bool right) {
     if (second && lane == 0) {
       if constexpr (!kPair) {
-        reinterpret_cast<std::uint16_t*>(shared.listed[stage])[warp] = std::uint16_t(listed);
+        using Word = std::conditional_t<kRows == 16, std::uint16_t, std::uint8_t>;
+        reinterpret_cast<Word*>(shared.listed[stage])[warp] = Word(listed);
       } else if (warp == 0) {
         std::uint32_t& word = shared.listed[stage][warp_row / kCtaRows];
         word = listed;

@@ -30,6 +30,7 @@
 #include "fa3/pair.h"
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
+#include "latent/fa3/few_heads.h"
 #include "latent/fa3/gather_quantized.h"
 #include "latent/fa3/gather_slots.h"
 #include "latent/fa3/load.h"
@@ -42,14 +43,14 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.job_wanted.init(1);
   for (int i = 0; i < kJobBuffers; ++i) {
     shared.job_full[i].init(1);
-    constexpr int kReaders = Tile::kQuantized ? 4 * 32 : Tile::kBySlots ? 3 * 32 : 1 + 2 * 32;
+    constexpr int kReaders = Tile::kQuantized ? Tile::kProducerWarps * 32 : Tile::kBySlots ? 3 * 32 : 1 + 2 * 32;
     shared.job_empty[i].init(kReaders + 256);
   }
   shared.q_full.init(1);
   shared.q_empty.init(8);
   // The latent columns by two warps, or by a lane of each of four; those of the position with `listed`.
-  constexpr int kLatentArrivals = Tile::kQuantized ? 4 : 2 * 32;
-  constexpr int kRopeArrivals = Tile::kQuantized ? 4 : Tile::kHasPositions ? 32 + 1 : 1;
+  constexpr int kLatentArrivals = Tile::kQuantized ? Tile::kProducerWarps : 2 * 32;
+  constexpr int kRopeArrivals = Tile::kQuantized ? Tile::kProducerWarps : Tile::kHasPositions ? 32 + 1 : 1;
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
       shared.k_full[stage][panel].init(Tile::kBySlots ? (panel == kRopePanel ? kRopeArrivals : kLatentArrivals)
@@ -117,7 +118,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     __syncthreads();
   }
-  if (warp < 4) {
+  if constexpr (Tile::kFewHeads) {
+    if (warp < 4 || warp >= 12) {
+      produce<Element, Tile>(params, shared, warp < 4 ? warp : warp - 8, source);
+    } else if (warp < 8) {
+      FewHeadsConsumer<Element, Tile, 0>(params, shared).run();
+    } else {
+      FewHeadsConsumer<Element, Tile, 1>(params, shared).run();
+    }
+  } else if (warp < 4) {
     decrease_registers<Tile::kProducerRegisters>();
     produce<Element, Tile>(params, shared, warp, source);
   } else if (warp < 8) {

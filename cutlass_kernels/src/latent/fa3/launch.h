@@ -130,6 +130,9 @@ Status launch_quantized(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
+  if (params.plan.packed_heads <= FewHeadsConsumer<Element, FewHeadsTile<kTokens>, 0>::kHeads) {
+    return launch_tile<Element, FewHeadsTile<kTokens>>(params, stream);
+  }
   const int head_tiles = params.num_qo_heads / params.plan.packed_heads;
   return head_tiles % 2 == 0 ? launch_tile<Element, QuantizedPairTile<kTokens>>(params, stream)
                              : launch_tile<Element, QuantizedTile<kTokens>>(params, stream);

@@ -25,11 +25,13 @@ struct Tile {
   static constexpr int kStages = 2;
   static constexpr int kCtasPerSm = 1;
   static constexpr int kCtasPerTile = 1;
-  static constexpr int kThreads = 3 * 128;
+  static constexpr int kProducerWarps = 4;
+  static constexpr int kThreads = (kProducerWarps + 8) * 32;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kBySlots = false;
   static constexpr bool kQuantized = false;
+  static constexpr bool kFewHeads = false;     // few_heads.h
   static constexpr int kScales = 0;            // of a token
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
@@ -71,6 +73,14 @@ struct QuantizedTile : SlotsTile {
 template <DType kTokens>
 struct QuantizedPairTile : QuantizedTile<kTokens> {
   static constexpr int kCtasPerTile = 2;
+};
+
+// Of up to 16 heads, which leave registers for twice as many producers: all threads have 128.
+template <DType kTokens>
+struct FewHeadsTile : QuantizedTile<kTokens> {
+  static constexpr bool kFewHeads = true;
+  static constexpr int kProducerWarps = 8;
+  static constexpr int kThreads = (kProducerWarps + 8) * 32;
 };
 
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
