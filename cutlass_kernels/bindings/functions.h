@@ -12,6 +12,7 @@ void add_fused(const pybind11::object& module);
 void add_indices(const pybind11::object& module);
 void add_merge(const pybind11::object& module);
 void add_prepare(const pybind11::object& module);
+void add_quantized(const pybind11::object& module);
 void add_rope(const pybind11::object& module);
 void add_run(const pybind11::object& module);
 void add_slots(const pybind11::object& module);

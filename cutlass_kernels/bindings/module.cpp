@@ -210,5 +210,5 @@ PYBIND11_MODULE(_C, m) {
       function<is_decode_of>("is_decode"),    function<candidates_of>("candidates")};
   add_functions(m, functions);
   add_attention(m);
-  for (auto* add : {&add_append, &add_merge, &add_prepare, &add_rope, &add_slots}) add(m);
+  for (auto* add : {&add_append, &add_merge, &add_prepare, &add_quantized, &add_rope, &add_slots}) add(m);
 }

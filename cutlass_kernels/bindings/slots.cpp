@@ -3,19 +3,11 @@
 
 #include <cmath>
 
-#include "common/token_format.h"
 #include "device.h"
 #include "functions.h"
 
 namespace cutlass_kernels {
 namespace {
-
-constexpr std::int64_t kMostOfRow = 1 << 30;  // heads, elements of a head, entries of a page
-
-bool is_contiguous(const Tensor& tensor, int dimension) {
-  const auto d = std::size_t(dimension);
-  return tensor.strides[d] == 1 || tensor.shape[d] == 1;
-}
 
 /// Keys or values of a cache, for new ones of `rows`.
 bool read_cache(const Tensor& tensor, const Rows& rows, bool hnd, TensorView* cache, std::int64_t* stride_page) {
@@ -53,81 +45,6 @@ py::object append_by_slot(PyObject* const* given, Py_ssize_t count) {
   params.k = key.read_here();
   return launch_on(torch, key.device,
                    [&](cudaStream_t stream) { return append_paged_kv_cache_by_slot(params, stream); });
-}
-
-/// Columns of tokens, [tokens, columns] of 16 bits.
-struct TokenColumns {
-  Tensor tensor;
-  DType dtype{};
-
-  std::int32_t columns() const { return std::int32_t(tensor.shape[1]); }
-};
-bool read_columns(const Torch& torch, PyObject* object, TokenColumns* tokens) {
-  Tensor& tensor = tokens->tensor;
-  return torch.read(object, &tensor) && tensor.ndim == 2 && tensor.device.device_type == kDLCUDA &&
-         is_contiguous(tensor, 1) && tensor.shape[1] <= kMostOfRow && dtype_of(tensor, &tokens->dtype);
-}
-
-/// Of a name of latent_formats.py.
-bool read_token_type(PyObject* name, DType* dtype) {
-  constexpr std::pair<const char*, DType> kNames[] = {{"v3.2", DType::kLatentV32},
-                                                      {"v3.2_nope", DType::kLatentV32Nope},
-                                                      {"v4", DType::kLatentV4},
-                                                      {"v4.1_pages", DType::kLatentV41ByPage},
-                                                      {"v4.1_tokens", DType::kLatentV41ByToken}};
-  for (const auto& [text, type] : kNames) {
-    if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, text) == 0) {
-      *dtype = type;
-      return true;
-    }
-  }
-  return false;
-}
-
-/// First and other columns (or None), the cache as bytes [pages, page_size, 1, bytes], slots, the format's name, and
-/// whether scales are powers of two.
-py::object append_quantized(PyObject* const* given, Py_ssize_t count) {
-  expect(count == 6);
-  const Torch& torch = Torch::get();
-  TokenColumns first, others;
-  Tensor cache;
-  Integers slots;
-  AppendQuantizedParams params;
-  if (!read_columns(torch, given[0], &first) || !torch.read(given[2], &cache) || cache.ndim != 4 ||
-      cache.item_bytes() != 1 || !read_token_type(given[4], &params.cache_dtype)) {
-    return py::none();
-  }
-  const int device = first.tensor.device.device_id;
-  const TokenFormat format = token_format(params.cache_dtype);
-  std::int64_t tokens = first.tensor.shape[0];
-  if (given[1] != Py_None) {
-    if (!read_columns(torch, given[1], &others) || others.dtype != first.dtype || !others.tensor.is_on_gpu(device)) {
-      return py::none();
-    }
-    tokens = std::min(tokens, others.tensor.shape[0]);
-    params.others = pointer<const void>(others.tensor.data);
-    params.others_stride = others.tensor.strides[0];
-    params.others_columns = others.columns();
-  }
-  if (!cache.is_on_gpu(device) || cache.shape[3] != format.bytes || cache.shape[2] != 1 || !is_contiguous(cache, 3) ||
-      cache.shape[1] < 1 || cache.shape[1] > kMostOfRow || !read_integers(torch, given[3], device, &slots) ||
-      slots.count > tokens || (format.by_page && cache.shape[1] > 1 && cache.strides[1] != format.bytes)) {
-    return py::none();
-  }
-  params.dtype = first.dtype;
-  params.power_of_two_scales = given[5] == Py_True;
-  params.num_tokens = slots.count;
-  params.slots = slots.data;
-  params.slots_are_64_bit = slots.are_64_bit;
-  params.first = pointer<const void>(first.tensor.data);
-  params.first_stride = first.tensor.strides[0];
-  params.first_columns = first.columns();
-  params.cache = pointer<void>(cache.data);
-  params.stride_page = cache.strides[0];
-  params.stride_token = format.by_page ? format.data_bytes() : cache.strides[1];
-  params.page_size = std::int32_t(cache.shape[1]);
-  params.num_pages = cache.shape[0];
-  return launch_on(torch, device, [&](cudaStream_t stream) { return append_quantized_by_slot(params, stream); });
 }
 
 }  // namespace
@@ -200,8 +117,7 @@ bool serves_current_device() {
 }
 
 void add_slots(const py::object& module) {
-  static PyMethodDef functions[] = {function<append_by_slot>("append_by_slot"),
-                                    function<append_quantized>("append_quantized")};
+  static PyMethodDef functions[] = {function<append_by_slot>("append_by_slot")};
   add_functions(module, functions);
 }
 

@@ -9,6 +9,13 @@
 
 namespace cutlass_kernels {
 
+constexpr std::int64_t kMostOfRow = 1 << 30;  // heads, elements of a head, entries of a page
+
+inline bool is_contiguous(const Tensor& tensor, int dimension) {
+  const auto d = std::size_t(dimension);
+  return tensor.strides[d] == 1 || tensor.shape[d] == 1;
+}
+
 /// [tokens, heads, dim] on a GPU. Elements of the last dimension lie side by side; other strides may be any.
 struct Rows {
   Address data = 0;

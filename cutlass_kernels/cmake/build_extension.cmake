@@ -80,8 +80,9 @@ function(ck_add_extension name python)
     ${CK_PYBIND11_SOURCES} "${CK_GENERATED}/commit.cpp"
     "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/call.cpp" "${CK_DIR}/bindings/direct.cpp"
     "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp" "${CK_DIR}/bindings/merge.cpp"
-    "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/rope.cpp" "${CK_DIR}/bindings/run.cpp"
-    "${CK_DIR}/bindings/slots.cpp" "${CK_DIR}/bindings/torch.cpp" "${CK_DIR}/bindings/unplanned.cpp")
+    "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/quantized.cpp" "${CK_DIR}/bindings/rope.cpp"
+    "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/slots.cpp" "${CK_DIR}/bindings/torch.cpp"
+    "${CK_DIR}/bindings/unplanned.cpp")
   target_include_directories(${name} PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
   target_include_directories(${name} SYSTEM PRIVATE
     "${include}" "${pybind11_INCLUDE_DIR}" "${CK_DLPACK_INCLUDE}")

@@ -4,7 +4,11 @@ All of it computes with ``attention()``, which serves latent attention too: ``at
 k_rope=kpe)``. docs/mla.md says which call is for what.
 """
 
-from ._caches.latent_slots import append_quantized_mla_kv_cache, concat_and_cache_mla
+from ._caches.latent_slots import (
+    append_quantized_mla_kv_cache,
+    concat_and_cache_mla,
+    concat_and_cache_mla_rope_fused,
+)
 from ._fronts.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ._fronts.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from ._planned.latent_plans import MLAPlanMetadata
@@ -18,6 +22,7 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "append_quantized_mla_kv_cache",
     "concat_and_cache_mla",
+    "concat_and_cache_mla_rope_fused",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",

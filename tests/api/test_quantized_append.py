@@ -20,7 +20,7 @@ import cutlass_kernels as ck
 from cutlass_kernels.mla import append_quantized_mla_kv_cache, concat_and_cache_mla
 
 INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
-BF16, HALF = torch.bfloat16, torch.float16
+BF16, HALF, F64 = torch.bfloat16, torch.float16, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
 
 
@@ -159,6 +159,61 @@ def test_the_kernel_writes_the_bytes_of_pytorch(name, dtype, power_of_two, page_
             warnings.simplefilter("error")
             append_quantized_mla_kv_cache(ckv, kpe, cache, slots.to(cache.device), name, power_of_two)
     assert_bitwise(caches[0].cpu(), caches[1])
+
+
+def written_by_both(name: str, x: torch.Tensor, slots: torch.Tensor, room: int, power_of_two: bool | None) -> None:
+    """That the kernel and PyTorch write the same bytes."""
+    caches = [torch.full((room // 64 + 1, 64, 1, LAYOUTS[name].size), 7, dtype=U8, device="cuda")]
+    caches.append(caches[0].cpu())
+    for cache in caches:
+        append_quantized_mla_kv_cache(x.to(cache.device), None, cache, slots.to(cache.device), name, power_of_two)
+    assert_bitwise(caches[0].cpu(), caches[1])
+
+
+@pytest.mark.gpu
+@every(name=list(LAYOUTS), count=[1, 3, 4097, 8195, 12290, 16391])
+def test_all_numbers_of_tokens(name, count):
+    """A warp takes up to 4 of them."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, LAYOUTS[name].columns, generator=generator).to(BF16)
+    slots = torch.randperm(20000, generator=generator)[:count]
+    slots[::97] = -1
+    written_by_both(name, x, slots, 20000, None)
+
+
+@pytest.mark.gpu
+@every(name=list(LAYOUTS), dtype=[BF16, HALF], power_of_two=[None, True])
+def test_extreme_numbers(name, dtype, power_of_two):
+    info, shape, generator = torch.finfo(dtype), (400, LAYOUTS[name].columns), torch.Generator().manual_seed(5)
+
+    def one_of(numbers: list[float], *shape: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=F64)[torch.randint(len(numbers), shape, generator=generator)]
+
+    x = one_of([0.0, -0.0, 1.0, -1.0, 448.0, 2e-4, -1e-4, info.smallest_normal, -info.smallest_normal / 8], *shape)
+    powers = [2.0**n for n in (-100, -80, -60, -20, -7, 0, 8, 15)]
+    x *= one_of(powers, shape[0], shape[1] // 32).repeat_interleave(32, 1)
+    odd = torch.rand(shape, generator=generator) < 0.002
+    x = torch.where(odd, one_of([math.nan, -math.nan, math.inf, -math.inf, info.max, -info.max], *shape), x)
+    x[:3] = one_of([0.0, -0.0], 3, shape[1])
+    if dtype == HALF:  # conversions of NaN to bfloat16 have other bits on a CPU
+        x[:, LAYOUTS[name].latent :].nan_to_num_(1.0)
+    written_by_both(name, x.to(dtype), torch.randperm(500, generator=generator)[:400], 500, power_of_two)
+
+
+@pytest.mark.gpu
+@every(dtype=[BF16, HALF], power_of_two=[False, True])
+def test_all_scales(dtype, power_of_two):
+    """Every number that may be the largest of a group. The kernel multiplies by a reciprocal, and corrects the
+    quotient: ties would show where it is not what a division gives."""
+    generator = torch.Generator().manual_seed(6)
+    largest = torch.arange(1, 0x7F80 if dtype == BF16 else 0x7C00, dtype=torch.int16).view(dtype).double()
+    groups = largest[: len(largest) // 4 * 4].reshape(-1, 4, 1)
+    x = groups * (2 * torch.rand(len(groups), 4, 128, generator=generator) - 1)
+    ties = (17 + 2 * torch.randint(6, (len(groups), 4, 64), generator=generator)) * 16  # between e4m3 numbers, to 432
+    x[..., :64] = groups * ties / 448 * torch.pow(2.0, -torch.randint(12, ties.shape, generator=generator))
+    x[..., 64:65] = groups
+    x = torch.cat([x.flatten(1), torch.ones(len(x), 64)], -1).to(dtype)
+    written_by_both("v3.2", x, torch.arange(len(x)), len(x), power_of_two)
 
 
 @pytest.mark.gpu

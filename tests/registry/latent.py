@@ -132,7 +132,36 @@ def _append_quantized(x: Data) -> list[Call]:
     parts = (x.randn(3, 448).half(), x.randn(3, 64).half(), x.tokens_here(584), slots)
     whole = (x.randn(3, 512).half(), x.tokens_here(528), slots)
     run = mla.append_quantized_mla_kv_cache
+    rotated = (*_rotated(x), x.randn(3, 448).half(), x.tokens_here(584), slots)
+
+    def rotate(q, kpe, positions, table, ckv, cache, slots):
+        run(ckv, kpe, cache, slots, "v4", None, positions, table, True, q)
+        return q * 1
+
     return [
         Call(run, parts, writes=True, inputs=(0, 1)),
         Call(lambda x, *t: run(x, None, *t, "v4.1_pages"), whole, writes=True, inputs=(0,)),
+        Call(rotate, rotated, writes=True, inputs=(0, 1, 4)),
     ]
+
+
+def _rotated(x: Data) -> tuple[torch.Tensor, ...]:
+    """RoPE columns of queries and keys, positions, a table."""
+    angles = x.here(*range(10))[:, None] * (torch.arange(32, device=x.device) + 1) / 32
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    return x.randn(3, 4, 64).half(), x.randn(3, 64).half(), x.here(3, 0, 9), table
+
+
+@no_attention("mla.concat_and_cache_mla_rope_fused", gradients="warned")
+def _concat_rotated(x: Data) -> list[Call]:
+    slots = x.here(35, -1, 18)
+    caches = {"auto": x.randn(4, x.page, 576).half(), "fp8_ds_mla": x.tokens_here(656).squeeze(2)}
+
+    def call(kind: str, cache: torch.Tensor) -> Call:
+        def run(q, k, positions, table, kv_c, cache, slots):
+            mla.concat_and_cache_mla_rope_fused(positions, q, k, kv_c, table, False, slots, cache, kind)
+            return q * 1, k + 1
+
+        return Call(run, (*_rotated(x), x.randn(3, 512).half(), cache, slots), writes=True, inputs=(1, 4))
+
+    return [call(*item) for item in caches.items()]

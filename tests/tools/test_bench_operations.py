@@ -19,6 +19,7 @@ from operations import OPERATIONS, WORKLOADS, block_sparse, mla_decode, mla_spar
 from operations.append_by_slot import Append
 from operations.block_sparse import BlockSparse
 from operations.fused import Fused
+from operations.latent_append import LatentAppend
 from operations.merge import Merge, expect_merged, make_states
 from operations.mla_decode import MlaDecode
 from operations.mla_sparse import MlaSparse
@@ -143,6 +144,10 @@ def flip_a_bit(x: Any) -> None:
     x.key_cache.view(torch.uint8)[0, 0, 0, 0] ^= 0x40
 
 
+def scale_a_token(x: Any) -> None:
+    x[0].ckv[3] *= 2
+
+
 def turn_further(x: Any) -> None:
     x.positions += 1
 
@@ -153,6 +158,12 @@ COLUMNS: list[tuple[str, Any, list[str], Any]] = [
     *(
         ("append_by_slot", Append(37, 2, 64, cache, "float16"), ["auto", "torch"], flip_a_bit)
         for cache in ("float16", "float8_e4m3fn")
+    ),
+    *(
+        ("latent_append", LatentAppend(37, name, heads, "float16"), columns, scale_a_token)
+        for name in ("v3.2", "v3.2_nope", "v4", "v4.1_pages")
+        for heads, columns in ((None, ["auto"]), (3, ["auto", "two_calls"]))
+        if name != "v3.2_nope" or heads is None
     ),
     *(
         ("rope", Rope(37, 4, 2, 64, cache, "float16"), ["auto", "two_calls"], turn_further)

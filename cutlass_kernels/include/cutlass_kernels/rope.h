@@ -1,5 +1,5 @@
 // Rotary position embeddings of queries and keys, with cosines and sines from a table; and, in the same kernel, writing
-// keys and values to slots of a paged cache.
+// keys and values to slots of a paged or of a quantized latent cache.
 #pragma once
 
 #include <cstdint>
@@ -45,5 +45,14 @@ CK_API Status apply_rope(const RopeParams& params, cudaStream_t stream);
 /// head_dim_qk, num_tokens. A token whose position the table does not have is not appended.
 CK_API Status apply_rope_and_append_by_slot(const RopeParams& params, const AppendBySlotParams& append,
                                             cudaStream_t stream);
+
+/// The same for a quantized latent cache: one kernel rotates queries, and writes tokens with their last 64 columns
+/// rotated, those that have them apart (kLatentV32, kLatentV4) and those that quantize them (kLatentV41ByPage and
+/// ByToken). The same bits as apply_rope() and then append_quantized_by_slot(). Of `rope`, head_dim and rotary_dim are
+/// 64, num_kv_heads and k are not read, and k_out is where rotated columns are written to, too, or null: they may take
+/// the place of those of the tokens. Of `append`, dtype and num_tokens are not read. A token whose position the table
+/// does not have is not appended. Addresses are multiples of 16 bytes, strides of 8 elements.
+CK_API Status apply_rope_and_append_quantized_by_slot(const RopeParams& rope, const AppendQuantizedParams& append,
+                                                      cudaStream_t stream);
 
 }  // namespace cutlass_kernels

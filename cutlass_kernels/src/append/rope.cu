@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "append/rotation.h"
 #include "append/slots.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/rope.h"
@@ -56,30 +57,6 @@ struct Params {
   SlotMap slots;
 };
 
-// kCount numbers of the table.
-template <class Table, int kCount>
-__device__ void load_table(const char* from, float (&x)[kCount]) {
-  if constexpr (kCount == 1) {
-    if constexpr (Table::kBytes == 4) {
-      x[0] = __ldg(reinterpret_cast<const float*>(from));
-    } else {
-      Unit<Table, 1> unit;
-      unit.load(from);
-      unit.widen(x);
-    }
-  } else if constexpr (Table::kBytes == 4) {
-    CUTE_UNROLL
-    for (int i = 0; i < kCount; i += 4) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(from) + i / 4);
-      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-    }
-  } else {
-    Unit<Table, kCount> unit;
-    unit.load(from);
-    unit.widen(x);
-  }
-}
-
 // Both units of an item, as fp32. Results may lie where they come from: loads are not from the read-only cache.
 template <class In, int kCount>
 struct Item {
@@ -99,9 +76,9 @@ struct Item {
       // Pair i: (a[i], b[i]); or elements 2 i and 2 i + 1 of a and b, one after the other.
       float& x = kInterleaved ? (2 * i < kCount ? a[2 * i] : b[2 * i - kCount]) : a[i];
       float& y = !kInterleaved ? b[i] : 2 * i + 1 < kCount ? a[2 * i + 1] : b[2 * i + 1 - kCount];
-      const float rotated = x * cos[i] - y * sin[i];
-      y = y * cos[i] + x * sin[i];
-      x = rotated;
+      const float first = rotated(x, -y, cos[i], sin[i]);
+      y = rotated(y, x, cos[i], sin[i]);
+      x = first;
     }
   }
   // To the precision of In, so that the cache holds what would be read back.
@@ -175,43 +152,6 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
       part.cache.store_divided<In, kType>(x.b, to + second, divide);
     }
   }
-}
-
-std::string fault_in(const RopeParams& p) {
-  if (size_of(p.dtype) != 2) {
-    return std::string("dtype=") + to_string(p.dtype) + " is not rotated: use float16 or bfloat16.";
-  }
-  if (p.cos_sin_dtype != DType::kFloat32 && p.cos_sin_dtype != p.dtype) {
-    return std::string("cos_sin_dtype=") + to_string(p.cos_sin_dtype) + " must be float32, or " + to_string(p.dtype) +
-           " like queries and keys.";
-  }
-  if (p.head_dim <= 0) return "head_dim=" + std::to_string(p.head_dim) + " must be positive.";
-  if (p.num_qo_heads < 0 || p.num_kv_heads < 0) {
-    return "num_qo_heads=" + std::to_string(p.num_qo_heads) + " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
-           " must not be negative.";
-  }
-  if (p.rotary_dim <= 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 2 != 0) {
-    return "rotary_dim=" + std::to_string(p.rotary_dim) +
-           " must be even, and at most head_dim=" + std::to_string(p.head_dim) + ".";
-  }
-  if (p.head_dim % 2 != 0) return "head_dim=" + std::to_string(p.head_dim) + " must be even.";
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  if (p.num_tokens < 0 || p.num_tokens > kMost) {
-    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " + std::to_string(kMost) +
-           ": split the batch.";
-  }
-  if ((std::int64_t(p.num_qo_heads) + 2 * std::int64_t(p.num_kv_heads)) * p.head_dim > kMost) {
-    return "num_qo_heads=" + std::to_string(p.num_qo_heads) + " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
-           " of head_dim=" + std::to_string(p.head_dim) + " are too many elements for one token.";
-  }
-  if (p.num_positions < 0) return "num_positions is not set: it counts the rows of cos_sin.";
-  if (p.num_tokens == 0) return "";
-  if (p.positions == nullptr || p.cos_sin == nullptr ||
-      (p.num_qo_heads > 0 && (p.q.data == nullptr || p.q_out.data == nullptr)) ||
-      (p.num_kv_heads > 0 && p.k.data == nullptr)) {
-    return "positions, cos_sin, q, q_out and k are needed, but one of them is null.";
-  }
-  return "";
 }
 
 Part make_part(const ConstTensorView& from, const TensorView& to, const CachePart& cache) {
@@ -340,6 +280,43 @@ Status rotate(const RopeParams& params, const AppendBySlotParams* append, cudaSt
 }
 
 }  // namespace
+
+std::string fault_in(const RopeParams& p) {
+  if (size_of(p.dtype) != 2) {
+    return std::string("dtype=") + to_string(p.dtype) + " is not rotated: use float16 or bfloat16.";
+  }
+  if (p.cos_sin_dtype != DType::kFloat32 && p.cos_sin_dtype != p.dtype) {
+    return std::string("cos_sin_dtype=") + to_string(p.cos_sin_dtype) + " must be float32, or " + to_string(p.dtype) +
+           " like queries and keys.";
+  }
+  if (p.head_dim <= 0) return "head_dim=" + std::to_string(p.head_dim) + " must be positive.";
+  if (p.num_qo_heads < 0 || p.num_kv_heads < 0) {
+    return "num_qo_heads=" + std::to_string(p.num_qo_heads) + " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
+           " must not be negative.";
+  }
+  if (p.rotary_dim <= 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 2 != 0) {
+    return "rotary_dim=" + std::to_string(p.rotary_dim) +
+           " must be even, and at most head_dim=" + std::to_string(p.head_dim) + ".";
+  }
+  if (p.head_dim % 2 != 0) return "head_dim=" + std::to_string(p.head_dim) + " must be even.";
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (p.num_tokens < 0 || p.num_tokens > kMost) {
+    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " + std::to_string(kMost) +
+           ": split the batch.";
+  }
+  if ((std::int64_t(p.num_qo_heads) + 2 * std::int64_t(p.num_kv_heads)) * p.head_dim > kMost) {
+    return "num_qo_heads=" + std::to_string(p.num_qo_heads) + " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
+           " of head_dim=" + std::to_string(p.head_dim) + " are too many elements for one token.";
+  }
+  if (p.num_positions < 0) return "num_positions is not set: it counts the rows of cos_sin.";
+  if (p.num_tokens == 0) return "";
+  if (p.positions == nullptr || p.cos_sin == nullptr ||
+      (p.num_qo_heads > 0 && (p.q.data == nullptr || p.q_out.data == nullptr)) ||
+      (p.num_kv_heads > 0 && p.k.data == nullptr)) {
+    return "positions, cos_sin, q, q_out and k are needed, but one of them is null.";
+  }
+  return "";
+}
 
 Status apply_rope(const RopeParams& params, cudaStream_t stream) { return rotate(params, nullptr, stream); }
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
-
 import torch
 
-from .._core import autograd, checks, errors, native
-from .._core.autograd import without_autocast
-from .._core.problems import FP8_DTYPES, HALF_DTYPES
-from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import operators
-from . import latent_formats
-from .latent_formats import Format
-from .slots_of_tokens import Scale, append_paged_kv_cache_by_slot, check_slots
+from .._core import checks
+from .._core.problems import FP8_DTYPES
+from . import latent_formats, latent_writer
+from .latent_writer import Names, Rotation
+from .rotary import rope_append_paged_kv_cache_by_slot
+from .slots_of_tokens import Scale, append_paged_kv_cache_by_slot
 
 _QUANTIZED = "fp8_ds_mla"
 _NAMES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", _QUANTIZED)
+_OURS = Names("append_quantized_mla_kv_cache", "ckv", "kpe")
+_VLLM = Names("concat_and_cache_mla", "kv_c", "k_pe")
+_VLLM_ROTATED = Names("concat_and_cache_mla_rope_fused", "kv_c", "k_pe")
 
 
 def concat_and_cache_mla(
@@ -61,6 +60,98 @@ def concat_and_cache_mla(
         >>> kv_c, k_pe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
         >>> concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([70, 71, -1]))
     """
+    kv_c, k_pe, kv_cache = _checked(kv_c, k_pe, kv_cache, kv_cache_dtype)
+    if kv_cache_dtype == _QUANTIZED:
+        kind = latent_formats.FORMATS["v3.2"]
+        latent_writer.append(_VLLM, kv_c, k_pe, kv_cache, slot_mapping, kind, False, Rotation())
+        return
+    scale = scale if kv_cache.dtype in FP8_DTYPES else None
+    append_paged_kv_cache_by_slot(
+        kv_c.unsqueeze(1), k_pe.unsqueeze(1), *_parts(kv_cache, kv_c), slot_mapping, scale, scale
+    )
+
+
+def concat_and_cache_mla_rope_fused(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_dtype: str = "auto",
+    kv_cache_scale: Scale = None,
+) -> None:
+    """Rotates ``q_pe`` and ``k_pe`` in place, and writes new tokens to slots of a cache of latent attention: vLLM's
+    function of this name. One kernel on a GPU, which a CUDA graph can capture.
+
+    The same bits as ``apply_rope_with_cos_sin_cache_inplace(positions, q_pe, k_pe, 64, cos_sin_cache, is_neox)`` and
+    then ``concat_and_cache_mla``. Rows behind the last slot are left as they are. On a GPU, a token whose position the
+    table does not have is left as it is, too, and not written. Other than vLLM's function, this one
+
+    - takes ``"fp8_ds_mla"``;
+    - rotates in float32, vLLM's in the dtype of the tokens;
+    - rotates tokens of negative slots, too.
+
+    Args:
+        positions: int64 or int32 ``[n or more]``.
+        q_pe: ``[n or more, heads, 64]``, any strides with a contiguous last dimension.
+        k_pe: ``[n or more, 64]`` or ``[n or more, 1, 64]``.
+        kv_c: ``[n or more, 512]``, not rotated.
+        cos_sin_cache: ``[positions, 64]``, float32 or the dtype of the tokens: in row ``p`` the cosines of position
+            ``p``, one per pair, then the sines.
+        is_neox: whether pairs are halves of the 64 columns, else neighbours.
+        slot_mapping: int64 or int32 ``[n]``.
+        kv_cache, kv_cache_dtype: as in ``concat_and_cache_mla``.
+        kv_cache_scale: the ``scale`` of ``concat_and_cache_mla``.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes, dtypes or devices that do not fit together; an unknown ``kv_cache_dtype``; a number of 0 as
+            scale; on the CPU, positions that the table does not have, and slots behind the cache.
+
+    Examples:
+        >>> angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(32) / 32)
+        >>> table = torch.cat([angles.cos(), angles.sin()], -1)
+        >>> cache = torch.zeros(4, 64, 656, dtype=torch.uint8)
+        >>> q_pe, k_pe = torch.randn(3, 16, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+        >>> kv_c, slots = torch.randn(3, 512).bfloat16(), torch.tensor([70, 71, -1])
+        >>> positions = torch.tensor([4, 5, 6])
+        >>> concat_and_cache_mla_rope_fused(positions, q_pe, k_pe, kv_c, table, False, slots, cache, "fp8_ds_mla")
+    """
+    for name, x, rank in (("positions", positions, 1), ("q_pe", q_pe, 3), ("slot_mapping", slot_mapping, 1)):
+        checks.tensor(name, x, rank)
+    kv_c, k_pe, kv_cache = _checked(kv_c, k_pe, kv_cache, kv_cache_dtype)
+    if kv_cache_dtype == _QUANTIZED:
+        kind = latent_formats.FORMATS["v3.2"]
+        rotation = Rotation(q_pe, positions, cos_sin_cache, checks.flag("is_neox", is_neox), True)
+        latent_writer.append(_VLLM_ROTATED, kv_c, k_pe, kv_cache, slot_mapping, kind, False, rotation)
+        return
+    scale = kv_cache_scale if kv_cache.dtype in FP8_DTYPES else None
+    ckv_cache, kpe_cache = _parts(kv_cache, kv_c)
+    q_pe, k_pe, kv_c, positions = (x[: slot_mapping.size(0)] for x in (q_pe, k_pe, kv_c, positions))
+    rope_append_paged_kv_cache_by_slot(
+        q_pe,
+        k_pe.unsqueeze(1),
+        kv_c.unsqueeze(1),
+        positions,
+        cos_sin_cache,
+        kpe_cache,
+        ckv_cache,
+        slot_mapping,
+        scale,
+        scale,
+        is_neox=is_neox,
+        update_key=True,
+    )
+
+
+def _checked(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, kv_cache_dtype: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens ``[tokens, columns]``; and a cache ``[pages, page_size, columns]`` of the dtype that it means, or a
+    quantized one ``[pages, page_size, 1, bytes]``."""
     if kv_cache_dtype not in _NAMES:
         raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: use one of {', '.join(_NAMES)}.")
     checks.tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
@@ -75,13 +166,11 @@ def concat_and_cache_mla(
                 f"kv_cache has shape {tuple(kv_cache.shape)} and dtype {kv_cache.dtype}: with "
                 f"kv_cache_dtype={_QUANTIZED!r} it must be a uint8 tensor [pages, page_size, {kind.bytes}]."
             )
-        _append(_VLLM, kv_c, k_pe, kv_cache.unsqueeze(2), slot_mapping, kind, False)
-        return
-    rank, columns = kv_c.size(1), kv_cache.size(2)
-    if rank + k_pe.size(1) != columns:
+        return kv_c, k_pe, kv_cache.unsqueeze(2)
+    if kv_c.size(1) + k_pe.size(1) != kv_cache.size(2):
         raise ValueError(
-            f"kv_c has {rank} columns and k_pe {k_pe.size(1)}, but kv_cache (shape {tuple(kv_cache.shape)}) {columns}: "
-            "it must have those of both."
+            f"kv_c has {kv_c.size(1)} columns and k_pe {k_pe.size(1)}, but kv_cache (shape {tuple(kv_cache.shape)}) "
+            f"{kv_cache.size(2)}: it must have those of both."
         )
     if kv_cache_dtype != "auto":
         dtype = checks.dtype(kv_cache_dtype)
@@ -91,17 +180,12 @@ def concat_and_cache_mla(
                 "uint8."
             )
         kv_cache = kv_cache.view(dtype)
-    if kv_cache.dtype not in FP8_DTYPES:
-        scale = None
-    append_paged_kv_cache_by_slot(
-        kv_c.unsqueeze(1),
-        k_pe.unsqueeze(1),
-        kv_cache[..., :rank].unsqueeze(2),
-        kv_cache[..., rank:].unsqueeze(2),
-        slot_mapping,
-        scale,
-        scale,
-    )
+    return kv_c, k_pe, kv_cache
+
+
+def _parts(kv_cache: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent columns and the others of a cache, ``[pages, page_size, 1, columns]``."""
+    return kv_cache[..., : kv_c.size(1)].unsqueeze(2), kv_cache[..., kv_c.size(1) :].unsqueeze(2)
 
 
 def append_quantized_mla_kv_cache(
@@ -111,8 +195,14 @@ def append_quantized_mla_kv_cache(
     slot_mapping: torch.Tensor,
     kv_format: str | None = None,
     power_of_two_scales: bool | None = None,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    is_neox: bool = True,
+    q_pe: torch.Tensor | None = None,
+    update_key: bool = False,
 ) -> None:
-    """Quantizes new tokens, and writes them to slots of a latent cache, in place.
+    """Quantizes new tokens, and writes them to slots of a latent cache, in place. With ``positions``, it rotates their
+    RoPE columns first, and those of queries in place.
 
     ``attention(kv_format=)`` and ``flash_mla_with_kvcache()`` read such caches. On a GPU this is one kernel, which a
     CUDA graph can capture; PyTorch computes it, with a warning, where addresses and strides are no multiples of 16
@@ -121,6 +211,11 @@ def append_quantized_mla_kv_cache(
     The scale of a group of columns is its absmax / 448. Numbers are divided by it in float32, and rounded to nearest
     (ties to even). NaN stays NaN; a group with an infinity becomes NaN. Readers multiply by the scale in float32, and
     round to bfloat16.
+
+    Rotated are the last 64 columns of a token, whether the format stores them in bfloat16 (``"v3.2"``, ``"v4"``) or
+    quantizes them (``"v4.1_pages"``, ``"v4.1_tokens"``). The results have the same bits as those of
+    ``apply_rope_with_cos_sin_cache_inplace`` and then this function without ``positions``. On a GPU, a token whose
+    position the table does not have is not written, and its queries are left as they are.
 
     Args:
         ckv: ``[tokens, columns]``, float16 or bfloat16: the columns of ``kv_format``, or the first of them. Rows behind
@@ -135,18 +230,31 @@ def append_quantized_mla_kv_cache(
             64), ``"v4.1_pages"`` or ``"v4.1_tokens"`` (528, 512). Default: from the number of bytes; required for 528.
         power_of_two_scales: whether scales are rounded up to powers of two, of groups with an absmax of at least 1e-4.
             Default: False for ``"v3.2"`` and ``"v3.2_nope"``, whose scales are float32. Others store powers of two.
+        positions: int64 or int32 ``[n or more]``. None: nothing is rotated.
+        cos_sin_cache: ``[positions, 64]``, float32 or the dtype of the tokens: in row ``p`` the cosines of position
+            ``p``, one per pair, then the sines.
+        is_neox: whether pairs are halves of the 64 columns, else neighbours, as in DeepSeek's models.
+        q_pe: ``[n or more, heads, 64]``, the RoPE columns of queries, such as ``q[..., -64:]``. The first n rows are
+            rotated in place, whatever their slots.
+        update_key: whether the RoPE columns of ``kpe``, or of ``ckv`` where it has all, are rotated in place, too.
 
     A cache carries no gradient: where tokens require one, a warning says so.
 
     Raises:
         TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices that do not fit together; an unknown ``kv_format``; on the CPU, slots
-            behind the cache.
+            behind the cache, and positions that the table does not have.
 
     Examples:
         >>> cache = torch.zeros(4, 64, 1, 584, dtype=torch.uint8)
         >>> ckv, kpe = torch.randn(3, 448, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
-        >>> append_quantized_mla_kv_cache(ckv, kpe, cache, torch.tensor([70, 71, -1]), "v4")
+        >>> slots = torch.tensor([70, 71, -1])
+        >>> append_quantized_mla_kv_cache(ckv, kpe, cache, slots, "v4")
+        >>> angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(32) / 32)
+        >>> rope = dict(cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1), is_neox=False)
+        >>> q = torch.randn(3, 64, 512, dtype=torch.bfloat16)
+        >>> positions = torch.tensor([4, 5, 6])
+        >>> append_quantized_mla_kv_cache(ckv, kpe, cache, slots, positions=positions, q_pe=q[..., 448:], **rope)
     """
     checks.tensor("ckv", ckv, 2)
     if kpe is not None:
@@ -168,73 +276,6 @@ def append_quantized_mla_kv_cache(
     power = kind.has_powers if power_of_two_scales is None else checks.flag("power_of_two_scales", power_of_two_scales)
     if kind.has_powers and not power:
         raise ValueError(f"power_of_two_scales=False, but kv_format={kind.name!r} stores powers of two: leave it out.")
-    _append(_OURS, ckv, kpe, kv_cache, slot_mapping, kind, power)
-
-
-_OURS, _VLLM = ("append_quantized_mla_kv_cache", "ckv", "kpe"), ("concat_and_cache_mla", "kv_c", "k_pe")
-
-
-def _append(
-    names: tuple[str, str, str],
-    ckv: torch.Tensor,
-    kpe: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kind: Format,
-    power_of_two: bool,
-) -> None:
-    """Checks and writes tokens. ``names`` are those of the function and its first arguments."""
-    cache = latent_formats.as_bytes("kv_cache", checks.last_dim_contiguous("kv_cache", kv_cache), kind)
-    if any(cache.size(d) > 1 and cache.stride(d) == 0 for d in (0, 1)):
-        raise ValueError(f"kv_cache has strides {tuple(kv_cache.stride())}: its tokens share memory.")
-    function, *of_tokens = names
-    tokens = dict(zip(of_tokens, (ckv, kpe)))
-    for name, x in tokens.items():
-        if x is not None and (x.dtype not in HALF_DTYPES or x.dtype != ckv.dtype):
-            raise ValueError(
-                f"{name} has dtype {x.dtype}: {' and '.join(of_tokens)} must be bfloat16 or float16, of one dtype."
-            )
-    checks.same_device(cache.device, "kv_cache is", **tokens)
-    own, others = ckv.size(1), 0 if kpe is None else kpe.size(1)
-    without_rope = own == kind.latent == latent_formats.VALUES and others == 0
-    if (own + others != kind.columns and not without_rope) or (kind.rope and others not in (0, kind.rope)):
-        each = f", {kind.latent} and {kind.rope}" if kind.rope else ""
-        raise ValueError(
-            f"{of_tokens[0]} has {own} columns and {of_tokens[1]} {others}, but kv_format={kind.name!r} has "
-            f"{kind.columns} columns{each}."
-        )
-    checks.tensors(slot_mapping=slot_mapping)
-    ckv, _ = autograd.without_grad(ckv, ckv, function)
-    if kpe is not None:
-        kpe, _ = autograd.without_grad(kpe, kpe, function)
-    apart = is_traced() or have_own_dispatch(ckv, kpe, cache, slot_mapping)
-    write = _in_graph if apart else _write
-    write(ckv=ckv, kpe=kpe, kv_cache=cache, slot_mapping=slot_mapping, kv_format=kind.name, power_of_two=power_of_two)
-
-
-@without_autocast
-def _write(
-    ckv: torch.Tensor,
-    kpe: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_format: str,
-    power_of_two: bool,
-) -> None:
-    """Writes checked tokens, some of whose slots the cache may not have."""
-    if native.append_quantized(ckv, kpe, kv_cache, slot_mapping, kv_format, power_of_two) is not None:
-        return
-    if kv_cache.is_cuda:
-        errors.warn(
-            "Tokens of a quantized latent cache are written with PyTorch: the kernel needs columns in multiples of 16, "
-            "and addresses and strides of 16 bytes.",
-            errors.PerformanceWarning,
-        )
-    check_slots(slot_mapping, ckv.size(0) if kpe is None else min(ckv.size(0), kpe.size(0)), kv_cache)
-    count, kind = slot_mapping.size(0), latent_formats.FORMATS[kv_format]
-    x = ckv[:count] if kpe is None else torch.cat([ckv[:count], kpe[:count]], -1)
-    x = torch.nn.functional.pad(x, (0, kind.columns - x.size(1)))
-    latent_formats.write(x, kv_cache, slot_mapping.to(kv_cache.device), kind, power_of_two)
-
-
-_in_graph = operators.in_place("write_latent", get_type_hints(_write), _write, ("kv_cache",))
+    is_neox, update_key = checks.flag("is_neox", is_neox), checks.flag("update_key", update_key)
+    rotation = Rotation(q_pe, positions, cos_sin_cache, is_neox, update_key)
+    latent_writer.append(_OURS, ckv, kpe, kv_cache, slot_mapping, kind, power, rotation)

@@ -94,7 +94,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         autograd.written(query, key)
         return
     for x in (q, k):
-        x.copy_(_rotated(x, positions, cos_sin_cache, is_neox))
+        x.copy_(rotated(x, positions, cos_sin_cache, is_neox))
 
 
 def rope_append_paged_kv_cache_by_slot(
@@ -170,13 +170,13 @@ def rope_append_paged_kv_cache_by_slot(
         if native.rope_append_by_slot(query, key, *angles, update_key, *checked.of(value)):
             autograd.written(query, key_cache, value_cache, key if update_key else None)
             return
-    query.copy_(_rotated(query, positions, cos_sin_cache, is_neox))
-    rotated = _rotated(key, positions, cos_sin_cache, is_neox)
+    query.copy_(rotated(query, positions, cos_sin_cache, is_neox))
+    new_key = rotated(key, positions, cos_sin_cache, is_neox)
     if update_key:
-        key.copy_(rotated)
-    slots = torch.where(_has_row(positions, cos_sin_cache), slot_mapping.to(key.device), -1)
+        key.copy_(new_key)
+    slots = torch.where(has_row(positions, cos_sin_cache), slot_mapping.to(key.device), -1)
     slots_of_tokens.append_paged_kv_cache_by_slot(
-        rotated, value, key_cache, value_cache, slots, k_scale, v_scale, kv_layout
+        new_key, value, key_cache, value_cache, slots, k_scale, v_scale, kv_layout
     )
 
 
@@ -218,19 +218,24 @@ def _check(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, table: tor
             f"cos_sin_cache has rotary_dim={dim}: it must be even, and at most the head dimension, {q.size(-1)}."
         )
     checks.same_device(q.device, positions=positions, key=k, cos_sin_cache=table)
-    if not q.is_cuda and not bool(_has_row(positions, table).all()):
+    check_rows(positions, table)
+
+
+def check_rows(positions: torch.Tensor, table: torch.Tensor) -> None:
+    """ValueError if positions on the CPU have no row in the table."""
+    if not positions.is_cuda and not bool(has_row(positions, table).all()):
         low, high = int(positions.min()), int(positions.max())
         raise ValueError(
             f"positions lie between {low} and {high}, but cos_sin_cache has rows 0 to {table.size(0) - 1}."
         )
 
 
-def _has_row(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def has_row(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return (positions >= 0) & (positions < table.size(0))
 
 
 @without_autocast
-def _rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool) -> torch.Tensor:
+def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool) -> torch.Tensor:
     """``[tokens, heads, dim]`` rotated, by PyTorch."""
     if table.size(0) == 0:
         return x
@@ -242,7 +247,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_n
     a, b = turned.chunk(2, -1) if is_neox else (turned[..., ::2], turned[..., 1::2])
     first, second = a * cos - b * sin, b * cos + a * sin
     both = torch.cat([first, second], -1) if is_neox else torch.stack([first, second], -1).flatten(-2)
-    return torch.where(_has_row(positions, table)[:, None, None], torch.cat([both.to(x.dtype), rest], -1), x)
+    return torch.where(has_row(positions, table)[:, None, None], torch.cat([both.to(x.dtype), rest], -1), x)
 
 
 _TYPES_OF_ROPE = get_type_hints(apply_rope_with_cos_sin_cache_inplace)

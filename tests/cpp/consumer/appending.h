@@ -90,6 +90,39 @@ inline void check_rope_without_gpu() {
   require_refusal(ck::apply_rope_and_append_by_slot(rope, {}, nullptr), "num_kv_heads=0");
 }
 
+inline void check_quantized_without_gpu() {
+  ck::AppendQuantizedParams tokens;
+  ck::RopeParams rope;
+  const auto refuses = [&](const char* words) {
+    require_refusal(ck::apply_rope_and_append_quantized_by_slot(rope, tokens, nullptr), words);
+  };
+  require_refusal(ck::append_quantized_by_slot(tokens, nullptr), "page_size=0");
+  tokens.page_size = 64;
+  tokens.num_pages = 2;
+  tokens.num_tokens = 0;
+  require_refusal(ck::append_quantized_by_slot(tokens, nullptr), "first_columns=0");
+  tokens.first_columns = 512;
+  require(ck::append_quantized_by_slot(tokens, nullptr).ok(), "tokens without RoPE");
+  rope.num_tokens = 0;
+  refuses("512 columns have none to rotate");
+  tokens.first_columns = 496;
+  tokens.others_columns = 80;
+  require(ck::append_quantized_by_slot(tokens, nullptr).ok(), "columns of two tensors");
+  refuses("others_columns=80 must be the 64");
+  tokens.first_columns = 512;
+  tokens.others_columns = 64;
+  refuses("head_dim=0");
+  rope.head_dim = rope.rotary_dim = 32;
+  rope.num_positions = 5;
+  refuses("rotary_dim=32 must be 64");
+  rope.head_dim = rope.rotary_dim = 64;
+  require(ck::apply_rope_and_append_quantized_by_slot(rope, tokens, nullptr).ok(), "there are no tokens");
+  rope.num_tokens = 3;
+  refuses("one of them is null");
+  tokens.cache_dtype = ck::DType::kFloat8E4M3;
+  refuses("cache_dtype is one of");
+}
+
 #ifdef CONSUMER_HAS_CUDA_RUNTIME
 inline void check_pages_on_gpu() {
   const std::int32_t indices[] = {2, 0}, kv_indptr[] = {0, 2}, append_indptr[] = {0, 5}, len = 7;
@@ -171,4 +204,5 @@ inline void check_appending_without_gpu() {
   check_pages_without_gpu();
   check_slots_without_gpu();
   check_rope_without_gpu();
+  check_quantized_without_gpu();
 }

@@ -149,6 +149,9 @@ Status append_paged_kv_cache_by_slot(const AppendBySlotParams& append, cudaStrea
 
 // Not recorded: what it writes is compared on a GPU.
 Status append_quantized_by_slot(const AppendQuantizedParams&, cudaStream_t) { return Status::success(); }
+Status apply_rope_and_append_quantized_by_slot(const RopeParams&, const AppendQuantizedParams&, cudaStream_t) {
+  return Status::success();
+}
 
 namespace {
 
@@ -236,6 +239,7 @@ py::list take(std::vector<Call>* calls) {
 PYBIND11_MODULE(recorded_calls, m) {
   using namespace cutlass_kernels;
   add_attention(m);
+  add_quantized(m);
   add_rope(m);
   add_slots(m);
   m.def("current_device", [] { return stand_in::current_device; });
