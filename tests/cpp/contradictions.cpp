@@ -226,8 +226,6 @@ std::vector<Case> sizes() {
   add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
   add(latent, "max_logits is for keys by slots", [](auto& p) { p.max_logits = reinterpret_cast<float*>(memory); });
   add(latent, "flash_mla_lse is for keys by slots", [](auto& p) { p.flash_mla_lse = true; });
-  add(by_slots, nullptr, [](auto& p) { p.max_kv_len = 0; });
-  add(by_slots, "A page table needs lengths", [](auto& p) { p.max_kv_len = 0, p.seqused_k = nullptr; });
   add(by_slots, "slots_per_page=-1 must not be negative", [](auto& p) { p.pages.slots_per_page = -1; });
   add(by_slots, "slots_per_page=64 with page_size=64", [](auto& p) { p.pages.page_size = 64; });
   add(by_slots, "needs a page table with a row per request", [](auto& p) { p.pages.table_stride = 0; });
@@ -301,6 +299,7 @@ std::vector<Case> tensors() {
   const auto add = [&](Problem problem, const char* fragment, Change change) {
     cases.push_back({problem, std::move(change), fragment, true});
   };
+  add(by_slots, "A page table needs lengths", [](auto& p) { p.max_kv_len = 0; });
   add(ragged, "q starts at", [](auto& p) { p.q.data = memory + 8; });
   add(ragged, "k starts at", [](auto& p) { p.k.data = memory + 8; });
   add(ragged, "v starts at", [](auto& p) { p.v.data = memory + 8; });
