@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <type_traits>
 #include <utility>
 
 #include "call.h"
@@ -186,20 +185,15 @@ bool read_slots(Call* call) {
 void exchange_caches(AttentionParams* params) {
   SecondSlots& second = params->second;
   PageTable& pages = params->pages;
-  const auto exchange = [](auto& a, auto& b) {
-    const auto kept = a;
-    a = static_cast<std::decay_t<decltype(a)>>(b);
-    b = static_cast<std::decay_t<decltype(b)>>(kept);
-  };
-  exchange(params->k.data, second.data);
-  exchange(params->k.stride_token, second.stride_token);
-  exchange(pages.k_stride_page, second.stride_page);
-  exchange(pages.num_pages, second.num_pages);
-  exchange(pages.slots_per_page, second.slots_per_page);
-  exchange(pages.table_width, second.table_width);
-  exchange(pages.table_stride, second.table_stride);
-  exchange(pages.indices, second.indices);
-  exchange(params->seqused_k, second.lengths);
+  std::swap(params->k.data, second.data);
+  std::swap(params->k.stride_token, second.stride_token);
+  std::swap(pages.k_stride_page, second.stride_page);
+  std::swap(pages.num_pages, second.num_pages);
+  std::swap(pages.slots_per_page, second.slots_per_page);
+  std::swap(pages.table_width, second.table_width);
+  std::swap(pages.table_stride, second.table_stride);
+  std::swap(pages.indices, second.indices);
+  std::swap(params->seqused_k, second.lengths);
   params->v = params->k;
   pages.v_stride_page = pages.k_stride_page;
 }
@@ -229,7 +223,7 @@ bool read_second_cache(Call* call) {
   second.stride_page = cache.strides[in_pages ? 0 : token];
   second.stride_token = format.by_page || !in_pages ? format.data_bytes() : cache.strides[token];
   if (cache.data % 16 != 0 || second.stride_page % 16 != 0 || second.stride_token % 16 != 0 ||
-      second.slots_per_page < 1) {
+      second.slots_per_page < 1 || second.data == nullptr || params.k.data == nullptr) {
     return false;
   }
   PageTable lists;

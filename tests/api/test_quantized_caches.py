@@ -186,6 +186,45 @@ def test_fa3_reads_tokens_at_multiples_of_16_bytes(target, name, seed):
 
 
 @pytest.mark.gpu
+@every(name=["v3.2", "v4"], heads=[12, 16, 64, 96, 128, 192], caches=[1, 2], num_splits=[0, 1])
+def test_fa3_takes_more_rows_than_there_are_thread_blocks(target, name, heads, caches, num_splits):
+    """So each computes several tiles, as do pairs of them."""
+    if target.backend != "fa3":
+        pytest.skip("fa3 alone has kernels for such caches")
+    sizes = dict(rows=300, heads=heads, page_size=16, padding=16, start=16)
+    problem = make([name] * caches, heads, target.device, widths=(130, 70), **sizes)
+    problem.options = options_of(heads + caches, heads, target.device)
+    problem.check(*run(problem, "fa3", num_splits=num_splits))
+
+
+@pytest.mark.gpu
+@every(name=["v3.2", "v4"], heads=[8, 64, 128], caches=[1, 2])
+def test_fa3_writes_no_row_of_impossible_lengths(target, name, heads, caches):
+    if target.backend != "fa3":
+        pytest.skip("fa3 alone has kernels for such caches")
+    sizes = dict(rows=6, heads=heads, page_size=16, padding=16, start=16)
+    problem = make([name] * caches, 1, target.device, widths=(130, 70), **sizes)
+    want = run(problem, "fa3")
+    for scope in problem.scopes:
+        assert scope.lengths is not None
+        scope.lengths[1], scope.lengths[4] = -1, scope.indices.size(2) + 1
+        found = run(problem, "fa3")
+        for x, y in zip(found[::2], want[::2]):  # poisoned
+            assert bool(x[[1, 4]].isnan().all())
+            assert_bitwise(x[[0, 2, 3, 5]], y[[0, 2, 3, 5]])
+
+
+@pytest.mark.gpu
+@every(name=["v3.2", "v4"], heads=[8, 64, 128], caches=[1, 2])
+def test_fa3_takes_lists_without_room(target, name, heads, caches):
+    if target.backend != "fa3":
+        pytest.skip("fa3 alone has kernels for such caches")
+    sizes = dict(rows=6, heads=heads, page_size=16, padding=16, start=16)
+    problem = make([name] * caches, 1, target.device, widths=(0, 70), **sizes)
+    problem.check(*run(problem))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", [pytest.param("fa3", marks=pytest.mark.hopper), "fa2"])
 @pytest.mark.parametrize(
     ("name", "others"),

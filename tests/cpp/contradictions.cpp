@@ -108,6 +108,20 @@ AttentionParams by_slots_of_planes() {
   return p;
 }
 
+/// The same with a second cache: five keys of seven pages of 2, padded to a multiple of 576 bytes.
+AttentionParams by_two_lists() {
+  AttentionParams p = by_slots_of_planes();
+  p.second.data = memory;
+  p.second.stride_token = 576;
+  p.second.stride_page = 3 * 576;
+  p.second.num_pages = 7;
+  p.second.slots_per_page = 2;
+  p.second.table_width = p.second.table_stride = 5;
+  p.second.indices = p.pages.indices;
+  p.max_kv_len = 64 + 5;
+  return p;
+}
+
 AttentionParams single() {
   AttentionParams p = ragged();
   p.batch_size = 1;
@@ -212,7 +226,6 @@ std::vector<Case> sizes() {
   add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
   add(latent, "max_logits is for keys by slots", [](auto& p) { p.max_logits = reinterpret_cast<float*>(memory); });
   add(latent, "flash_mla_lse is for keys by slots", [](auto& p) { p.flash_mla_lse = true; });
-  add(by_slots, nullptr, [](auto& p) { p.max_kv_len = 0; });
   add(by_slots, "slots_per_page=-1 must not be negative", [](auto& p) { p.pages.slots_per_page = -1; });
   add(by_slots, "slots_per_page=64 with page_size=64", [](auto& p) { p.pages.page_size = 64; });
   add(by_slots, "needs a page table with a row per request", [](auto& p) { p.pages.table_stride = 0; });
@@ -240,6 +253,19 @@ std::vector<Case> sizes() {
       [](auto& p) { p.k.stride_token = p.v.stride_token = 592; });
   add(by_slots_of_tokens, "with a token stride of 576 bytes in k",
       [](auto& p) { p.k.stride_token = p.v.stride_token = 576; });
+  add(by_two_lists, nullptr, [](auto&) {});
+  add(by_two_lists, nullptr, [](auto& p) { p.second.num_pages = 0; });
+  add(by_slots, "second is for tokens of a quantized latent cache", [](auto& p) { p.second.data = memory; });
+  add(by_two_lists, "lists of table_width=5, but no data", [](auto& p) { p.second.data = nullptr; });
+  add(by_two_lists, "but no indices: give each request a list", [](auto& p) { p.second.indices = nullptr; });
+  add(by_two_lists, "lists of table_width=0, 5 apart", [](auto& p) { p.second.table_width = 0; });
+  add(by_two_lists, "lists of table_width=5, 4 apart", [](auto& p) { p.second.table_stride = 4; });
+  add(by_two_lists, "slots_per_page=0", [](auto& p) { p.second.slots_per_page = 0; });
+  add(by_two_lists, "num_pages=1073741824 of slots_per_page=2", [](auto& p) { p.second.num_pages = kMost / 2 + 1; });
+  add(by_two_lists, "a token stride of 592 bytes: it is 576", [](auto& p) { p.second.stride_token = 592; });
+  add(by_two_lists, "pages 1152: they would overlap", [](auto& p) { p.second.stride_page = 1152; });
+  add(by_two_lists, "that are no multiples of 16", [](auto& p) { p.second.stride_page += 8; });
+  add(by_two_lists, "max_kv_len=5 with second: it is 69", [](auto& p) { p.max_kv_len = 5; });
   add(by_slots, nullptr, [](auto& p) { p.pages.num_pages = kMost / 64; });
   add(by_slots, "num_pages=33554432 of slots_per_page=64", [](auto& p) { p.pages.num_pages = kMost / 64 + 1; });
   add(by_slots, nullptr, [](auto& p) { p.pages.slots_per_page = 1, p.pages.num_pages = kMost; });
@@ -273,6 +299,7 @@ std::vector<Case> tensors() {
   const auto add = [&](Problem problem, const char* fragment, Change change) {
     cases.push_back({problem, std::move(change), fragment, true});
   };
+  add(by_slots, "A page table needs lengths", [](auto& p) { p.max_kv_len = 0; });
   add(ragged, "q starts at", [](auto& p) { p.q.data = memory + 8; });
   add(ragged, "k starts at", [](auto& p) { p.k.data = memory + 8; });
   add(ragged, "v starts at", [](auto& p) { p.v.data = memory + 8; });

@@ -66,7 +66,8 @@ struct PageTable {
 };
 
 /// A second cache of latent keys with lists of its own, beside keys by slots (PageTable::slots_per_page): a row sees the
-/// keys of both lists. Keys are of kv_dtype, tokens of a quantized latent cache; strides are in bytes.
+/// keys of both lists. Keys are of kv_dtype, tokens of a quantized latent cache; strides are in bytes. A call takes the
+/// time of all entries of the first list, whatever its length: lists whose lengths differ are better the second.
 struct SecondSlots {
   const void* data = nullptr;  ///< device; null: there is none
   std::int64_t stride_token = 0;
@@ -74,7 +75,7 @@ struct SecondSlots {
   std::int64_t num_pages = 0;
   std::int32_t slots_per_page = 1;
   std::int32_t table_width = 0;           ///< entries of a list
-  std::int64_t table_stride = 0;          ///< from one list to the next; batch_size times it is below 2^31
+  std::int64_t table_stride = 0;          ///< from one list to the next
   const std::int32_t* indices = nullptr;  ///< [batch_size, table_width], device: as those of the page table
   const std::int32_t* lengths = nullptr;  ///< optional [batch_size], device: only so many entries of a list count
 };

@@ -109,7 +109,8 @@ class TileClaims {
 
 // Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A buffer is free
 // in CTA 0 when its consumers are done with the job in it. Warpgroup 0, which has rows of every tile, has then received
-// parts of S from the other CTA's consumers, who had read the same job: CTA 1 has copied it out of sent_jobs.
+// parts of S from the other CTA's consumers, who had read the same job: CTA 1 has copied it out of sent_jobs. (Of
+// latent attention, CTA 0 has had keys from the other CTA's producers, who had.)
 constexpr int kJobWords = sizeof(Job) / sizeof(int4);
 static_assert(sizeof(Job) % sizeof(int4) == 0);
 

@@ -29,6 +29,7 @@ struct KernelFacts {
   int head_tiles;  // of packed heads, that are computed together
   bool general;    // Logits::kGeneral
   Status (*make_maps)(const LaunchParams&, int, KernelParams*) = &fa3::make_maps;
+  int packed_rows = kWarpgroupRows;
 };
 
 // No template: it is compiled once, not once per kernel.
@@ -46,8 +47,8 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   const int packed_heads = std::max(p.plan.packed_heads, 1);
   kernel_params.heads = p.num_qo_heads / packed_heads / facts.head_tiles;
   kernel_params.packed.heads = FastDivisor(std::uint32_t(packed_heads));
-  kernel_params.packed.tokens = kWarpgroupRows / packed_heads;
-  kernel_params.packed.last_token = (kWarpgroupRows - 1) / packed_heads;
+  kernel_params.packed.tokens = facts.packed_rows / packed_heads;
+  kernel_params.packed.last_token = (facts.packed_rows - 1) / packed_heads;
   LaunchParams of_order = p;
   of_order.plan.packed_heads = packed_heads * facts.head_tiles;
   // Without a counter, each CTA has fixed tile indices. They even out only in one order of lengths, without sections.

@@ -1,5 +1,5 @@
 // Tiles that a pair of CTAs, a cluster, computes together: for head dimensions beyond 256, whose O does not fit the
-// registers of one CTA.
+// registers of one CTA. (And quantized latent caches: latent/fa3/gather_quantized.h.)
 //
 // Each CTA has half of the columns of Q, K, V and O, and the loads, products and stores of a tile of that head
 // dimension. Only S = Q K^T is a sum over all columns: consumer warpgroup w of each CTA sends its partial sums of a KV

@@ -108,10 +108,11 @@ struct Sources {
   std::array<TileSource, 2> all{};
   int count = 0;
 
-  Sources(const KernelEntry& kernel, const AttentionParams& params, const TileShape& tile, const Device& device) {
+  Sources(const KernelEntry& kernel, const AttentionParams& params, const TileShape& tile, const Device& device,
+          bool schedule_is_kept) {
     const TileSource source = tile_source(params, kernel, tile);
     const bool may_have_list = source != TileSource::kList && is_batch(params) && !params.batch_invariant;
-    const ListUse use = may_have_list ? list_use(params, kernel, tile, device) : ListUse::kNever;
+    const ListUse use = may_have_list ? list_use(params, kernel, tile, device, schedule_is_kept) : ListUse::kNever;
     if (use != ListUse::kAlways) all[std::size_t(count++)] = source;
     if (use != ListUse::kNever) all[std::size_t(count++)] = TileSource::kList;
   }
@@ -144,7 +145,7 @@ Choice fastest(const KernelEntry& kernel, const AttentionParams& params, const D
   Choice best;
   bool is_first = true;
   for (const Candidate& candidate : candidates) {
-    const Sources sources(kernel, params, candidate.shape, device);
+    const Sources sources(kernel, params, candidate.shape, device, schedule_is_kept);
     for (const TileSource source : sources) {
       Choice choice{candidate, source};
       const bool is_only = candidates.size() == 1 && sources.count == 1;

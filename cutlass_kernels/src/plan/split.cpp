@@ -141,6 +141,8 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
   if (shares > 0 && !with_list) {
     rule.per_request = splits_of_equal_requests(params, tile, int(shares), rule.least_split_keys);
     rule.most_splits = std::max(rule.most_splits, rule.per_request);
+    // The host counts blocks, the device keys: no split of these is too short.
+    if (rule.per_request > 0) rule.least_split_keys = 1;
   } else if (shares > 0) {
     rule.shares = int(shares);
     rule.share_tiles = int(tiles_of_longest(params, tile.rows));
@@ -163,9 +165,11 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
 int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys) {
   if (!has_equal_lists(params) || tiles_of_longest(params, tile.rows) != 1) return 0;
   const int blocks = EvenShares::blocks_of(params.max_kv_len);
-  return EvenShares::make(shares, params.batch_size, params.batch_size * (EvenShares::kStart + blocks), blocks,
-                          std::max(least_split_keys / EvenShares::kBlockKeys, 1))
-      .per_request;
+  const int splits = EvenShares::make(shares, params.batch_size, params.batch_size * (EvenShares::kStart + blocks),
+                                      blocks, std::max(least_split_keys / EvenShares::kBlockKeys, 1))
+                         .per_request;
+  const std::size_t partial_bytes = (splits + std::size_t(1)) * params.batch_size * partial_row_bytes(params);
+  return splits > 1 && partial_bytes > kLeastPartialBytes ? 0 : splits;
 }
 
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,

@@ -46,7 +46,7 @@ std::string unknown_pages(const AttentionParams& params) {
       return "table_width=" + number(pages.table_width) + " pages, but indices is null.";
     }
     if (params.kv_indptr == nullptr && params.seqused_k == nullptr && params.max_kv_len == 0 &&
-        pages.slots_per_page == 0) {
+        (pages.slots_per_page == 0 || pages.table_width > 0)) {
       return "A page table needs lengths, but there is neither kv_indptr nor seqused_k, nor a "
              "max_kv_len that every request has.";
     }
@@ -126,13 +126,18 @@ std::string impossible_slots(const AttentionParams& params) {
 /// What is wrong with a second cache.
 std::string impossible_second(const AttentionParams& params) {
   const SecondSlots& second = params.second;
-  if (second.data == nullptr) return "";
+  if (second.data == nullptr) {
+    return second.table_width == 0 ? ""
+                                   : "second has lists of table_width=" + number(second.table_width) +
+                                         ", but no data: leave them out, too.";
+  }
   const TokenFormat format = token_format(params.kv_dtype);
   const std::string type = "second, a cache of tokens of " + number(format.bytes) + " bytes,";
   if (format.bytes == 0 || params.pages.slots_per_page == 0) {
     return "second is for tokens of a quantized latent cache by slots: set kv_dtype and slots_per_page, or leave it "
            "null.";
   }
+  if (params.kv_indptr != nullptr) return type + " has lists, and kv_indptr is given: leave it null.";
   if (second.indices == nullptr || second.table_width < 1 || second.table_stride < second.table_width) {
     return type + " has lists of table_width=" + number(second.table_width) + ", " + number(second.table_stride) +
            " apart" + (second.indices == nullptr ? ", but no indices" : "") + ": give each request a list.";

@@ -71,7 +71,8 @@ CK_HOST_DEVICE inline std::int32_t listed_keys(const std::int32_t* lengths, std:
 CK_HOST_DEVICE inline KeysOfRequest keys_in_two_caches(const RequestParams& p, int batch) {
   const std::int32_t first = listed_keys(p.seqused_k, p.pages.table_width, batch);
   const std::int32_t second = listed_keys(p.second.lengths, p.second.table_width, batch);
-  const bool fits = 0 <= first && first <= p.pages.table_width && 0 <= second && second <= p.second.table_width;
+  const bool fits = 0 <= first && first <= p.pages.table_width && 0 <= second && second <= p.second.table_width &&
+                    keys_before_second(p) <= kMaxKeys - second;
   return {std::int32_t(batch * p.pages.table_stride), fits ? keys_before_second(p) + second : -1};
 }
 

@@ -187,11 +187,13 @@ def encoded(x: torch.Tensor, kind: Format, power_of_two: bool) -> torch.Tensor:
     """
     groups = x[:, : kind.latent].float().unflatten(1, (kind.scales, kind.group))
     largest = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
+    # A tensor: on a GPU, PyTorch multiplies by the reciprocal of a number.
+    divisor = largest.new_full((), _LARGEST)
     if power_of_two:
-        exponents = _exponent_above(largest.clamp_min(_SMALLEST) / _LARGEST)
+        exponents = _exponent_above(largest.clamp_min(_SMALLEST) / divisor)
         scales = _power_of(exponents)
     else:
-        scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+        scales = (largest / divisor).clamp_min(torch.finfo(torch.float32).tiny)
     numbers = (groups / scales.unsqueeze(-1)).flatten(1)
     stored = numbers.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(numbers.isnan(), _NAN)
     records = x.new_zeros((x.size(0), kind.bytes), dtype=torch.uint8)

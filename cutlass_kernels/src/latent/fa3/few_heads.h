@@ -53,7 +53,8 @@ CUTE_DEVICE void multiply_64x16(float (&d)[8], std::uint64_t a, std::uint64_t b,
 
 template <class Element, class Tile, int kHalf>
 struct FewHeadsConsumer {
-  static constexpr int kHeads = 16;
+  static constexpr int kHeads = Tile::kQRows;
+  static_assert(kHeads == 16);
   static constexpr int kLaneHeads = kHeads / 4;  // of a thread: 8 j + lane % 4 * 2 + {0, 1}
   static constexpr int kPanelsV = kLatentDim / 64;
   static constexpr int kMemoryStride = kLatentDim + 4;  // floats of a row of O in shared memory
@@ -117,8 +118,8 @@ struct FewHeadsConsumer {
       fa3::wgmma_fence();
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const int offset = (panel * kPanelBytes + i * 32) / 16;
-        multiply_64x16<Element, false>(s, k + offset, q + offset, n > 0 || i > 0);
+        multiply_64x16<Element, false>(s, k + (panel * kPanelBytes + i * 32) / 16,
+                                       q + (panel * Tile::kQRows * 128 + i * 32) / 16, n > 0 || i > 0);
       }
     }
     fa3::wgmma_commit();
@@ -276,6 +277,7 @@ struct FewHeadsConsumer {
       if (kHalf == 1 && warp == 0) of_other[head] = {minus_m[c], largest[c]};
     }
     if (kHalf == 1 && own_count > 0) {
+      sync_warpgroup();  // other warps may still read V there
       CUTE_UNROLL
       for (int panel = 0; panel < kPanelsV; ++panel) {
         CUTE_UNROLL

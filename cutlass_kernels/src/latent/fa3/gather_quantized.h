@@ -151,14 +151,18 @@ struct QuantizedGather {
   // Where e4m3 of the part-th 128 columns of a half land, among the half's panels.
   CUTE_DEVICE static int raw_panel(bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; }
 
-  CUTE_DEVICE void begin(const Job& job, int stage, std::uint32_t phase) {
+  CUTE_DEVICE void begin_list(const Job& job) {
     batch = job.batch;
     const fa3::SlotsOfCache& cache = params.caches[0];
     first_end = min(listed_keys(cache.lengths, cache.width, batch), job.visible_end);
     end = job.visible_end;
     key = job.key_begin + job.kv_blocks * Tile::kBlockN + looked_up;
     read_list();
-    empty(stage, false).wait(phase);
+  }
+  CUTE_DEVICE void begin(const Job& job, int block) {
+    begin_list(job);
+    const int stage = stage_of<Tile>(block);
+    empty(stage, false).wait(phase_of<Tile>(block) ^ 1);
     begin_half(stage, false, false);
   }
   // Not behind a branch, or a condition: the warp would wait for the entry at once.
@@ -354,37 +358,12 @@ struct QuantizedGather {
       begin_half(next_stage, !second, next_right);
     }
   }
-};
-
-template <class Element, class Tile>
-CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>& shared, int warp) {
-  const int lane = held(threadIdx.x % 32);
-  const bool first = warp == 0 && lane == 0;
-  QuantizedGather<Element, Tile> gather(params, shared, warp, lane);
-  fa3::Ring<kJobBuffers> jobs;
-  std::uint32_t q_phase = 1;
-  int first_block = 0;  // of the tile, among all of the CTA
-  if (first) publish_job<Tile>(params, shared, jobs);
-  while (true) {
-    shared.job_full[jobs.index].wait(jobs.phase);
-    const Job& job = shared.jobs[jobs.index];
-    if (job.valid == 0) return;
-    const int kv_blocks = job.kv_blocks;
-    if (kv_blocks > 0) gather.begin(job, stage_of<Tile>(first_block), phase_of<Tile>(first_block) ^ 1);
-    // Q of the tile before may still be read: not in front of the copies.
-    if (first) load_q_of_job<Tile>(params, shared, job, q_phase);
-    __syncwarp();
-    q_phase ^= 1;
+  CUTE_DEVICE void take_blocks(int first_block, int kv_blocks) {
     CUTE_NO_UNROLL
     for (int half = 0; half < 2 * kv_blocks; ++half) {
-      gather.step(first_block + half / 2, half & 1, (half ^ half / 2) & 1, half + 1 < 2 * kv_blocks);
+      step(first_block + half / 2, half & 1, (half ^ half / 2) & 1, half + 1 < 2 * kv_blocks);
     }
-    first_block += kv_blocks;
-    shared.job_empty[jobs.index].arrive();
-    jobs.advance();
-    if (first) publish_job<Tile>(params, shared, jobs);
-    __syncwarp();
   }
-}
+};
 
 }  // namespace cutlass_kernels::mla

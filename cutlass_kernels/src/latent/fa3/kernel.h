@@ -12,6 +12,10 @@
 //   warp 3  K, odd      <-k_empty--                                ------>  1: S of odd blocks, right half of O
 //                                    P in the ninth panel of K     <----->  to the other warpgroup
 //
+// Of quantized caches, all four producer warps copy rows of every block, and widen them (gather_quantized.h); of 128
+// heads, and of multiples, for the tiles of two CTAs, each half. With up to 16 heads, keys are the rows of wgmma, and
+// there are eight (few_heads.h).
+//
 // Of keys by slots, warps 2 and 3 copy half of the rows of every block, warp 1 their columns of the position
 // (gather_slots.h), and registers are 56 and 224.
 //
@@ -31,8 +35,8 @@
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
 #include "latent/fa3/few_heads.h"
-#include "latent/fa3/gather_quantized.h"
 #include "latent/fa3/gather_slots.h"
+#include "latent/fa3/gather_staged.h"
 #include "latent/fa3/load.h"
 #include "latent/fa3/shared_memory.h"
 

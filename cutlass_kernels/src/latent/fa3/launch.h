@@ -29,10 +29,11 @@ inline Status describe_caches(const LaunchParams& p, fa3::KernelParams* out) {
     return std::uint32_t(std::clamp<std::int64_t>(pages, 0, fa3::kNoPage / per_page) * per_page);
   };
   out->first_keys = std::numeric_limits<int>::max();
+  const bool has_lists = p.pages.table_width > 0;  // else some memory to read instead
   out->caches[0] = {static_cast<const char*>(p.k.data),
-                    k.indices,
+                    has_lists ? k.indices : static_cast<const std::int32_t*>(p.q.data),
                     p.seqused_k,
-                    p.pages.table_stride,
+                    has_lists ? p.pages.table_stride : 0,
                     k.page_bytes,
                     out->page_size,
                     out->k_units,
@@ -119,7 +120,8 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                                Tile::kCtasPerTile,
                                Tile::kCtasPerTile,
                                false,
-                               &make_maps};
+                               &make_maps,
+                               Tile::kQRows};
   return fa3::enqueue_kernel(facts, params, stream, &allowed);
 }
 
@@ -130,7 +132,7 @@ Status launch_quantized(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  if (params.plan.packed_heads <= FewHeadsConsumer<Element, FewHeadsTile<kTokens>, 0>::kHeads) {
+  if (params.plan.packed_heads <= FewHeadsTile<kTokens>::kQRows) {
     return launch_tile<Element, FewHeadsTile<kTokens>>(params, stream);
   }
   const int head_tiles = params.num_qo_heads / params.plan.packed_heads;

@@ -37,7 +37,7 @@ CUTE_DEVICE void load_q_of_job(const fa3::KernelParams& params, Shared<Tile>& sh
   for (int panel = 0; panel < kPanelsQ; ++panel) {
     const bool rope = panel == kRopePanel;
     fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full, fa3::CacheHint::kEvictFirst,
-                  shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,
+                  shared.q + panel * (Tile::kQRows * 128), rope ? 0 : panel * 64, job.head,
                   fa3::kMapRows - job.qo_len + job.row_begin, job.q_end, int(fa3::kMapRows));
   }
 }

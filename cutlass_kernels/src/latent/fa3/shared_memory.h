@@ -31,7 +31,8 @@ struct Tile {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kBySlots = false;
   static constexpr bool kQuantized = false;
-  static constexpr bool kFewHeads = false;     // few_heads.h
+  static constexpr bool kFewHeads = false;  // few_heads.h
+  static constexpr int kQRows = 64;
   static constexpr int kScales = 0;            // of a token
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
@@ -79,6 +80,7 @@ struct QuantizedPairTile : QuantizedTile<kTokens> {
 template <DType kTokens>
 struct FewHeadsTile : QuantizedTile<kTokens> {
   static constexpr bool kFewHeads = true;
+  static constexpr int kQRows = 16;
   static constexpr int kProducerWarps = 8;
   static constexpr int kThreads = (kProducerWarps + 8) * 32;
 };
@@ -103,8 +105,9 @@ struct alignas(8) RowState {
   float factor;
 };
 
+using fa3::Nothing;
+
 // The tile that a CTA has claimed last, from which the next claim goes on.
-struct Nothing {};
 struct ClaimedTile {
   int index, head, rank;
   WorkItem work;
@@ -122,12 +125,18 @@ struct alignas(16) ScalesOfTokens {
   const char* rows[kRows];  // of the block that is being read
 };
 
+// Halves of tokens as they are stored: where they are copied before they are widened.
+struct StagedTokens {
+  char latent[2][64][256];     // (half, row, e4m3)
+  char positions[2][64][128];  // (half, row, 64)
+};
+
 // Panels that are given back together.
 enum PanelGroup { kLeft, kRight, kRope, kPanelGroups };
 
 template <class Tile>
 struct Shared {
-  char q[kPanels * kPanelBytes];                 // (64, 64, panels)
+  char q[kPanels * Tile::kQRows * 128];          // (rows, 64, panels)
   char k[Tile::kStages][kPanels * kPanelBytes];  // (BLK_N, 64, panels)
   RowState states[2][64];                        // (warpgroup, row)
   float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
@@ -147,9 +156,13 @@ struct Shared {
   // k_full      K warp of the block, with the bytes of TMA, or   the warpgroup that computes S of the block
   //             every lane that has gathered rows; of keys by
   //             slots at the first panel of a group alone, and at
-  //             that of the positions once more: `listed` is there
+  //             that of the positions once more: `listed` is there;
+  //             of quantized caches a lane of each producer warp,
+  //             with the bytes that the other CTA of a pair sends
   // k_empty     the 4 warps of the warpgroup whose half of V the K warp
-  //             panels are; of the rope panel, those that read P
+  //             panels are; of the rope panel, those that read P;
+  //             of a pair, those of both CTAs. Of few heads, those
+  //             of the warpgroup that has the block
   // m_full      a warp of warpgroup 0, its rows' states          the warp of warpgroup 1 with the same rows
   // p_full      a warp, P of its rows                            the warp of the other warpgroup with the same rows
   // landed      a K warp, with the bytes of TMA                  the same, to clear rows before it arrives at k_full
@@ -167,6 +180,7 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
   SplitTable splits;
+  alignas(16) std::conditional_t<Tile::kFewHeads, StagedTokens, Nothing> staged;
   std::conditional_t<Tile::kCtasPerTile == 2, SentJobs, Nothing> from_peer;
   // Of quantized caches.
   std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
