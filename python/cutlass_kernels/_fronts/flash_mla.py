@@ -122,7 +122,8 @@ def flash_mla_with_kvcache(
             float8_e4m3fn. 512 columns for DeepSeek V4, whose values are the whole keys.
         k_cache: ``[pages, page_size, 1, 576]``, the values being its first ``head_dim_v`` columns. The dtype of q, or
             float8_e4m3fn. Any page size. Or a quantized latent cache, ``[pages, page_size, 1, bytes]`` of uint8, int8
-            or float8_e4m3fn: 656, 584 or 528 bytes per token, see ``kv_format``. PyTorch computes those.
+            or float8_e4m3fn: 656, 584 or 528 bytes per token, see ``kv_format``. On Hopper, fa3 reads the first two
+            with ``indices`` and bfloat16 queries; PyTorch computes the rest.
         block_table: int32 ``[batch, M]``, the pages of each request. Not used with ``indices``, may be None.
         cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included. Not used with
             ``indices``, may be None.
