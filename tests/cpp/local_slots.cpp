@@ -1,5 +1,5 @@
-// local_slots.cu on the host, a thread for each of its thread block's: lists of slots are those that the layout says, in
-// order, and what makes no sense is refused.
+// local_slots.cu on the host, a thread for each of its thread block's: lists of slots are those that the layout says,
+// in order, and what makes no sense is refused.
 #include "local_slots.cu"
 
 #include <cstdio>
