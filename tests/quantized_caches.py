@@ -1,4 +1,5 @@
-"""Quantized latent caches, written and read bit by bit from the description of their formats, in double precision."""
+"""Quantized latent caches, written and read bit by bit from the description of their formats. What a token stands for
+are bfloat16 numbers: e4m3 times its scale in fp32, rounded to nearest."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def power(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def read(name: str, page: torch.Tensor, page_size: int, token: int) -> torch.Tensor:
-    """The columns of a token, from the bytes of its page."""
+    """What a token stands for, in double precision, from the bytes of its page."""
     layout = LAYOUTS[name]
     latent, scales, rope = addresses(name, page_size, token)
     count, width = layout.latent // layout.group, 4 if layout.scales == "fp32" else 1
@@ -90,7 +91,7 @@ def read(name: str, page: torch.Tensor, page_size: int, token: int) -> torch.Ten
     factors = number(words(bits, 4), 8, 23) if width == 4 else power(bits)
     numbers = E4M3[page[latent : latent + layout.latent].long()] * factors.repeat_interleave(layout.group)
     of_rope = number(words(page[rope : rope + 2 * layout.rope], 2), 8, 7)
-    return torch.cat([numbers, of_rope])
+    return torch.cat([numbers.float().to(torch.bfloat16).double(), of_rope])
 
 
 def write(name: str, page: torch.Tensor, page_size: int, token: int, generator: torch.Generator) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 #include "call.h"
@@ -10,12 +11,18 @@
 #include "common/token_format.h"
 #include "functions.h"
 #include "latent/dims.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 namespace {
 
 bool is_string(PyObject* object, const char* text) {
   return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
+}
+
+bool is_of_bytes(const Tensor& x) {
+  const auto has_type = [&](DLDataTypeCode code) { return x.dtype.code == code && x.dtype.lanes == 1; };
+  return x.dtype.bits == 8 && (has_type(kDLUInt) || has_type(kDLInt) || has_type(kDLFloat8_e4m3fn));
 }
 
 /// Keys that are tokens of a quantized latent cache, bytes [pages, page_size, 1, bytes of a token], become tensors of its
@@ -29,11 +36,9 @@ bool read_quantized_cache(Call* call) {
   const bool v4 = k.shape[last] == token_format(DType::kLatentV4).bytes;
   const DType type = v4 ? DType::kLatentV4 : DType::kLatentV32;
   const TokenFormat format = token_format(type);
-  const auto has_type = [&](DLDataTypeCode code) { return k.dtype.code == code && k.dtype.lanes == 1; };
-  const bool of_bytes = k.dtype.bits == 8 && (has_type(kDLUInt) || has_type(kDLInt) || has_type(kDLFloat8_e4m3fn));
-  if (!of_bytes || !call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) || k.shape[last] != format.bytes ||
-      v.data != k.data || v.ndim != k.ndim || v.shape != k.shape || v.strides != k.strides ||
-      (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), v4 ? "v4" : "v3.2"))) {
+  if (!is_of_bytes(k) || !call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) ||
+      k.shape[last] != format.bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
+      v.strides != k.strides || (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), v4 ? "v4" : "v3.2"))) {
     return false;
   }
   if (format.by_page) {
@@ -96,9 +101,8 @@ bool read_rows_as_requests(Call* call) {
 
 /// How many requests there are, and where their rows are.
 bool read_requests(Call* call) {
-  if (!is_none_given(*call, {kExtraK, kExtraIndicesPerToken, kExtraTopkLength})) return false;
   if (call->is_given(kKvIndicesPerToken)) return read_rows_as_requests(call);
-  if (!is_none_given(*call, {kTopkLength, kMaxLogits})) return false;
+  if (!is_none_given(*call, {kTopkLength, kMaxLogits, kExtraK, kExtraIndicesPerToken, kExtraTopkLength})) return false;
   std::int64_t batch = 1, most_rows = call->queries.tokens;
   if (call->q.ndim == 4) {
     if (call->is_given(kCuSeqlensQ)) return false;
@@ -178,6 +182,73 @@ bool read_slots(Call* call) {
   return true;
 }
 
+/// The cache whose lists have lengths is to be the second: a call takes the time of all entries of the first.
+void exchange_caches(AttentionParams* params) {
+  SecondSlots& second = params->second;
+  PageTable& pages = params->pages;
+  const auto exchange = [](auto& a, auto& b) {
+    const auto kept = a;
+    a = static_cast<std::decay_t<decltype(a)>>(b);
+    b = static_cast<std::decay_t<decltype(b)>>(kept);
+  };
+  exchange(params->k.data, second.data);
+  exchange(params->k.stride_token, second.stride_token);
+  exchange(pages.k_stride_page, second.stride_page);
+  exchange(pages.num_pages, second.num_pages);
+  exchange(pages.slots_per_page, second.slots_per_page);
+  exchange(pages.table_width, second.table_width);
+  exchange(pages.table_stride, second.table_stride);
+  exchange(pages.indices, second.indices);
+  exchange(params->seqused_k, second.lengths);
+  params->v = params->k;
+  pages.v_stride_page = pages.k_stride_page;
+}
+
+/// extra_k: another cache of the same format.
+bool read_second_cache(Call* call) {
+  if (!call->is_given(kExtraK)) return is_none_given(*call, {kExtraIndicesPerToken, kExtraTopkLength});
+  if (!call->token_dtype) return false;
+  const TokenFormat format = token_format(*call->token_dtype);
+  AttentionParams& params = call->params;
+  Tensor cache, indices;
+  if (!call->torch.read(call->at(kExtraK), &cache) || cache.ndim < 3 || cache.ndim > 4 || !is_of_bytes(cache) ||
+      !cache.is_on_gpu(call->device)) {
+    return false;
+  }
+  const bool in_pages = cache.ndim == 4;
+  const auto last = std::size_t(cache.ndim - 1);
+  const auto token = last - 2 + call->hnd, head = last - 2 + !call->hnd;
+  if (cache.shape[last] != format.bytes || cache.strides[last] != 1 || cache.shape[head] != 1 ||
+      (format.by_page && (!in_pages || (cache.shape[token] > 1 && cache.strides[token] != format.bytes)))) {
+    return false;
+  }
+  SecondSlots& second = params.second;
+  second.data = pointer<const void>(cache.data);
+  second.slots_per_page = in_pages ? limited(cache.shape[token]) : 1;
+  second.num_pages = cache.shape[in_pages ? 0 : token];
+  second.stride_page = cache.strides[in_pages ? 0 : token];
+  second.stride_token = format.by_page || !in_pages ? format.data_bytes() : cache.strides[token];
+  if (cache.data % 16 != 0 || second.stride_page % 16 != 0 || second.stride_token % 16 != 0 ||
+      second.slots_per_page < 1) {
+    return false;
+  }
+  PageTable lists;
+  if (!call->torch.read(call->at(kExtraIndicesPerToken), &indices) || indices.ndim != 3 || indices.shape[1] != 1 ||
+      !indices.is_on_gpu(call->device) ||
+      !read_tables(part_of(indices, 0), /*separate=*/false, params.batch_size, &lists) || lists.table_width < 1 ||
+      !call->read_lengths_of(kExtraTopkLength, params.batch_size, &second.lengths)) {
+    return false;
+  }
+  second.indices = lists.indices;
+  second.table_width = lists.table_width;
+  second.table_stride = lists.table_stride;
+  if (params.seqused_k != nullptr && second.lengths == nullptr) exchange_caches(&params);
+  const std::int64_t keys = keys_before_second(params) + std::int64_t(second.table_width);
+  params.max_kv_len = limited(keys);
+  params.total_kv = std::min(keys * params.batch_size, kMostKeys);
+  return keys < kMostKeys;
+}
+
 bool read_keys(Call* call) {
   AttentionParams& params = call->params;
   Tensor& rope = call->k_rope.tensor;
@@ -187,7 +258,7 @@ bool read_keys(Call* call) {
                                    rope.is_on_gpu(call->device)))) {
     return false;
   }
-  if (call->is_given(kKvIndicesPerToken)) return read_slots(call);
+  if (call->is_given(kKvIndicesPerToken)) return read_slots(call) && read_second_cache(call);
   if (call->is_given(kPageTable) || call->is_given(kKvIndptr)) return read_pages(call, max_kv);
   if (call->is_given(kKvIndices) || call->is_given(kKvLastPageLen)) return false;
   if (call->k.tensor.ndim == 3) {

@@ -126,6 +126,14 @@ def test_bits_of_attention_are_the_same_in_every_run(target, entry, shape):
     check_bits(entry, target, **shape)
 
 
+@pytest.mark.parametrize("shape", [x.values[0] for x in SHAPES[1::2]], ids=[x.id for x in SHAPES[1::2]])
+@each(lambda entry: entry.attends)
+def test_entries_call_with_shapes_of_gpus(entry, shape):
+    """That they can be called: where no GPU is, the test above has no such shapes."""
+    for call in entry.calls(Data(Target("cpu", "reference"), **shape)):
+        call()
+
+
 @each(lambda entry: not entry.attends)
 def test_bits_are_the_same_in_every_run(target, entry):
     check_bits(entry, target)

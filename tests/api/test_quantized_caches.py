@@ -19,6 +19,7 @@ from refusals import Row, rows
 
 import cutlass_kernels as ck
 from cutlass_kernels._caches import latent_formats
+from cutlass_kernels._compute import selection
 
 INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
 BF16, HALF = torch.bfloat16, torch.float16
@@ -45,7 +46,7 @@ def test_random_lists(device, name, seed):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_byte_is_the_number_that_it_stands_for(name):
-    """e4m3 bytes and exponents of scales, NaN included."""
+    """A bfloat16 number: of all e4m3 bytes and exponents of scales, NaN included."""
     kind, layout = latent_formats.FORMATS[name], LAYOUTS[name]
     cache = quantized_caches.empty(name, 256, 1)
     every_byte = torch.arange(256, dtype=torch.int64)
@@ -56,15 +57,10 @@ def test_every_byte_is_the_number_that_it_stands_for(name):
         view[latent : latent + 256] = (every_byte + page).to(U8)
         if layout.scales == "ue8m0":
             view[scales] = page
-    stored = latent_formats.parts(cache.view, kind)
-    found = latent_formats.decoded(stored, kind)[:, 0]
+    found = latent_formats.decoded(latent_formats.parts(cache.view, kind), kind)[:, 0]
     want = cache.numbers()
-    torch.testing.assert_close(found.double(), want.float().double(), rtol=1e-6, atol=0.0, equal_nan=True)
-    assert bool(want.isnan().any())
-    narrow = latent_formats.exact_dtype(kind)
-    assert narrow == (BF16 if layout.scales == "ue8m0" else torch.float32)
-    found = latent_formats.decoded(stored, kind, narrow)[:, 0]
-    torch.testing.assert_close(found.double(), want.float().to(narrow).double(), rtol=0.0, atol=2e-40, equal_nan=True)
+    assert found.dtype == BF16 and bool(want.isnan().any())
+    torch.testing.assert_close(found.double(), want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @DEVICES
@@ -181,22 +177,34 @@ def test_fa3_reads_tokens_at_multiples_of_16_bytes(target, name, seed):
         pytest.skip("fa3 alone has kernels for such caches")
     rng = random.Random(seed)
     sizes = dict(
-        rows=rng.choice([1, 2, 7]), heads=rng.choice([1, 8, 16, 64, 96, 128]), page_size=rng.choice([2, 16, 64])
+        rows=rng.choice([1, 2, 7]), heads=rng.choice([1, 8, 16, 64, 96, 128]), page_size=rng.choice([1, 2, 7, 16, 64])
     )
     given = dict(widths=(rng.choice([1, 31, 64, 100, 128, 300, 700]),), lengths=rng.random() < 0.5)
     problem = make([name], seed, target.device, padding=rng.choice([16, 576]), start=16, **sizes, **given)
     problem.options = options_of(seed, sizes["heads"], target.device)
-    problem.check(*run(problem, "fa3"))
+    problem.check(*run(problem, "fa3", num_splits=rng.choice([0, 0, 1, 7])))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["v3.2_nope", "v4.1_pages"])
-def test_kernels_leave_others_to_pytorch_and_say_so(name):
-    problem = make([name], 1, "cuda:0")
+@pytest.mark.parametrize("backend", [pytest.param("fa3", marks=pytest.mark.hopper), "fa2"])
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("v3.2_nope", {}),
+        ("v4.1_pages", {}),
+        ("v4.1_tokens", {}),
+        ("v3.2", dict(dtype=HALF)),
+        ("v4", dict(dtype=HALF)),
+        ("v3.2", dict(dim=512)),
+    ],
+)
+def test_kernels_leave_others_to_pytorch_and_say_so(name, others, backend, monkeypatch):
+    monkeypatch.setattr(selection, "_warned", set())  # the same reasons are given once in a process
+    problem = make([name], 1, "cuda:0", **others)
     with pytest.warns(ck.PerformanceWarning, match="kv_format"):
         problem.check(*run(problem))
-    with pytest.raises(ValueError, match="kv_format"):
-        run(problem, "fa3")
+    with pytest.raises(ValueError, match=f"kv_format.*, for these tensors and options, has no {backend} kernel"):
+        run(problem, backend)
 
 
 # --- refusals ---

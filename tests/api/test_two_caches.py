@@ -192,14 +192,13 @@ def test_what_keeps_kernels_from_a_call(monkeypatch, kinds, features):
 def test_rows_are_gathered_some_at_a_time(monkeypatch, kinds):
     problem = make(kinds.split(), 8, rows=9)
     want, dim, calls = run(problem), problem.q.size(2), []
-    size = 4 if kinds == "v3.2 v3.2" else 2  # bytes of a number
-    monkeypatch.setattr(selected_keys, "_BYTES", 2 * 110 * dim * size)
+    monkeypatch.setattr(selected_keys, "_BYTES", 2 * 110 * dim * 2)
     compute = selected_keys.reference.compute
     monkeypatch.setattr(selected_keys.reference, "compute", lambda x: calls.append(x.kv.k) or compute(x))
     for x, y in zip(run(problem), want):
         torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
     assert [x.shape[:2] for x in calls] == [(110, 2)] * 4 + [(110, 1)]
-    assert {x.element_size() for x in calls} == {size}
+    assert {x.dtype for x in calls} == {BF16}
 
 
 # --- refusals ---

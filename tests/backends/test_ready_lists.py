@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import quantized_caches
 import torch
+from quantized_caches import LAYOUTS
 
 from cutlass_kernels._attend import checked_calls
 from cutlass_kernels._core.call_table import Call
@@ -58,3 +60,25 @@ REQUESTS = torch.zeros(3, 2, 16, 576, dtype=BF16)
 def test_what_is_checked_is_taken(gpu, change):
     ready = checked_calls.checked(call(**change))
     assert gpu.accepts(gpu.module.attention, *ready[:-2], None, ready.backend, planned=True)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    ("page_size", "padding", "start", "taken"),
+    [
+        (1, 1, 0, {"v3.2"}),  # 584 bytes are no multiple of 16
+        (1, 16, 16, {"v3.2", "v4"}),
+        (2, 1, 0, {"v3.2", "v4"}),
+        (2, 16, 8, set()),
+        (7, 1, 0, {"v3.2"}),
+        (7, 576, 16, {"v3.2", "v4"}),
+        (64, 16, 32, {"v3.2", "v4"}),
+    ],
+)
+def test_pages_of_tokens_lie_at_multiples_of_16_bytes(gpu, page_size, padding, start, taken, layers):
+    for name in ("v3.2", "v4"):
+        cache = quantized_caches.empty(name, 10, page_size, layers=layers, padding=padding, start=start).view
+        q = torch.zeros(6, 16, LAYOUTS[name].columns, dtype=BF16)
+        ready = checked_calls.checked(call(q=q, k=cache, v=cache))
+        accepted = gpu.accepts(gpu.module.attention, *ready[:-2], None, ready.backend, planned=True)
+        assert accepted == (name in taken), name

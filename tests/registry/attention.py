@@ -50,14 +50,20 @@ def _attention(x: Data) -> list[Call]:
         lists = dict(kv_indices_per_token=indices, extra_indices_per_token=others, extra_topk_length=lengths)
         return ck.attention(q, cache, cache, extra_k=extra, **lists, return_lse=True)
 
+    def of_tokens(q, cache, indices, lengths, sinks, **p):
+        lists = dict(kv_indices_per_token=indices, topk_length=lengths)
+        return ck.attention(q, cache, cache, **lists, sinks=sinks, return_lse=True, **p)
+
     offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
     bits = (x.rand(-(-x.n * x.m // 128) * 16) * 256).to(torch.uint8)
     latent = (x.randn(1, x.n, x.heads[0], 512).half(), x.randn(1, x.n, x.heads[0], 64).half())
     latent += (x.randn(1, x.m, 1, 512).half(), x.randn(1, x.m, 1, 64).half())
     of_lists = (x.randn(1, x.n, x.heads[0], 576).half(), x.randn(4, x.page, 1, 576).half())
-    of_lists += (x.slots_here(x.n, 64 * x.size).unsqueeze(1), x.sizes_here(10, 7, 64, 3, 0), x.sinks)
+    lists = (x.slots_here(x.n, 64 * x.size).unsqueeze(1), x.of_rows_here(10, 7, 64, 3, 0), x.sinks)
+    of_lists += lists
     of_bytes = (x.randn(1, x.n, x.heads[0], 512).half(), x.tokens_here(584), x.slots_here(x.n, 30).unsqueeze(1))
-    of_bytes += (x.tokens_here(584), x.slots_here(x.n, 40).unsqueeze(1), x.sizes_here(8, 7, 4, 3, 0))
+    of_bytes += (x.tokens_here(584), x.slots_here(x.n, 40 * x.size).unsqueeze(1), x.of_rows_here(8, 7, 4, 3, 0))
+    formats = ((656, 576), (584, 512)) if x.target.backend != "fa2" else ()  # bytes of tokens, columns of queries
     return [
         Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
         Call(lambda *t: ck.attention(*t[:3], sinks=[t[3]], o_dtype="float16"), (*dense, x.sinks)),
@@ -75,6 +81,15 @@ def _attention(x: Data) -> list[Call]:
         ),
         Call(selected, of_lists, ("out", "max_logits"), apart=True),
         *([Call(quantized, of_bytes, label="returns LSE", apart=True)] if x.target.is_reference else []),
+        *(
+            Call(
+                of_tokens,
+                (x.randn(1, x.n, x.heads[0], dim).bfloat16(), x.tokens_here(size), *lists),
+                out,
+                label="returns LSE",
+            )
+            for size, dim in formats
+        ),
     ]
 
 

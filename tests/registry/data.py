@@ -53,6 +53,10 @@ class Data:
     def sizes_here(self, *lengths: int) -> torch.Tensor:
         return self.sizes(*lengths).to(self.device)
 
+    def of_rows_here(self, *lengths: int) -> torch.Tensor:
+        """A length for each of the n rows: these five in turn."""
+        return self.sizes_here(*lengths).repeat(self.size)
+
     def here(self, *numbers: int) -> torch.Tensor:
         return ints(*numbers).to(self.device)
 

@@ -52,7 +52,7 @@ def _trtllm(x: Data) -> list[Call]:
     def sparse(q, cache, lists, lengths, **p):
         return call(q, cache, lists, None, sparse_mla_top_k=64 * x.size, sparse_mla_top_k_lens=lengths, **p)
 
-    lists = (*tensors[:2], x.slots_here(x.n, 64 * x.size)[None], x.sizes_here(10, 7, 64, 3, 0))
+    lists = (*tensors[:2], x.slots_here(x.n, 64 * x.size)[None], x.of_rows_here(10, 7, 64, 3, 0))
     return [
         Call(call, tensors, ("out",)),
         Call(lse, (*tensors, x.sinks), ("out", "lse"), label="returns LSE"),

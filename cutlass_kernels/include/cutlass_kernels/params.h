@@ -65,6 +65,20 @@ struct PageTable {
   std::int64_t k_rope_stride_page = 0;  ///< of AttentionParams::k_rope
 };
 
+/// A second cache of latent keys with lists of its own, beside keys by slots (PageTable::slots_per_page): a row sees the
+/// keys of both lists. Keys are of kv_dtype, tokens of a quantized latent cache; strides are in bytes.
+struct SecondSlots {
+  const void* data = nullptr;  ///< device; null: there is none
+  std::int64_t stride_token = 0;
+  std::int64_t stride_page = 0;
+  std::int64_t num_pages = 0;
+  std::int32_t slots_per_page = 1;
+  std::int32_t table_width = 0;           ///< entries of a list
+  std::int64_t table_stride = 0;          ///< from one list to the next; batch_size times it is below 2^31
+  const std::int32_t* indices = nullptr;  ///< [batch_size, table_width], device: as those of the page table
+  const std::int32_t* lengths = nullptr;  ///< optional [batch_size], device: only so many entries of a list count
+};
+
 /// A mask of any form, instead of causal and chunk_size; the window still counts. Row i of request b sees key j if bit
 /// i * kv_len + j, counted from the lowest bit of byte indptr[b], is set.
 struct BitMask {
@@ -145,6 +159,9 @@ struct RequestParams {
   /// Rows of k and v (>= kv_indptr[batch_size]). Paged: all keys, about; may be left unknown.
   std::int64_t total_kv = kNotSet;
   PageTable pages;
+  /// With it, seqused_k counts entries of the first list, and max_kv_len is pages.table_width rounded up to a multiple
+  /// of 64, plus second.table_width.
+  SecondSlots second;
   /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the keys
   /// that every request has.
   std::int32_t max_kv_len = 0;

@@ -18,9 +18,9 @@ enum class DType : std::int32_t {
   kFloat32,
   kFloat8E4M3,
   kFloat8E5M2,
-  // Tokens of quantized latent caches: columns of e4m3 with a scale per group of them, columns of the position in
-  // bfloat16. Of keys alone, whose strides are then in bytes, k and v being the same memory. "By page": the data of all
-  // tokens of a page, then all their scales.
+  // Tokens of quantized latent caches: columns of e4m3, which stand for their products with a scale per group (in fp32,
+  // rounded to bfloat16), and columns of the position in bfloat16. Of keys alone, with strides in bytes, k and v being
+  // the same memory. "By page": the data of all tokens of a page, then all their scales.
   kLatentV32,         ///< 656 bytes: 512 columns, 4 fp32 scales, 64 columns of the position (vLLM's fp8_ds_mla)
   kLatentV32Nope,     ///< 528: 512 columns, 4 fp32 scales
   kLatentV4,          ///< 584, by page: 448 columns, 64 of the position; 7 ue8m0 scales and a byte

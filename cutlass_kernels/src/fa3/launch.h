@@ -26,7 +26,8 @@ struct KernelFacts {
   int block_n;
   int ctas_per_sm;
   int ctas_per_tile;
-  bool general;  // Logits::kGeneral
+  int head_tiles;  // of packed heads, that are computed together
+  bool general;    // Logits::kGeneral
   Status (*make_maps)(const LaunchParams&, int, KernelParams*) = &fa3::make_maps;
 };
 
@@ -43,15 +44,17 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
 
   const int tiles = p.plan.tile_indices;
   const int packed_heads = std::max(p.plan.packed_heads, 1);
-  kernel_params.heads = p.num_qo_heads / packed_heads;
+  kernel_params.heads = p.num_qo_heads / packed_heads / facts.head_tiles;
   kernel_params.packed.heads = FastDivisor(std::uint32_t(packed_heads));
   kernel_params.packed.tokens = kWarpgroupRows / packed_heads;
   kernel_params.packed.last_token = (kWarpgroupRows - 1) / packed_heads;
+  LaunchParams of_order = p;
+  of_order.plan.packed_heads = packed_heads * facts.head_tiles;
   // Without a counter, each CTA has fixed tile indices. They even out only in one order of lengths, without sections.
   const bool fixed = p.plan.tile_counter == nullptr;
-  kernel_params.order = fixed ? TileOrder::make(p, tiles, std::int64_t(tiles) * kernel_params.heads, device,
+  kernel_params.order = fixed ? TileOrder::make(of_order, tiles, std::int64_t(tiles) * kernel_params.heads, device,
                                                 std::numeric_limits<std::int64_t>::max())
-                              : TileOrder::make(p, tiles, 2 * ctas, device, TileOrder::tail_bytes_in_l2(device));
+                              : TileOrder::make(of_order, tiles, 2 * ctas, device, TileOrder::tail_bytes_in_l2(device));
   kernel_params.transform = LogitsTransform::make(params);
   kernel_params.general = GeneralTransform::make(params);
   kernel_params.stats = RowStats::make(params);
@@ -93,6 +96,7 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                           Tile::kBlockN,
                           Tile::kCtasPerSm,
                           Tile::kCtasPerTile,
+                          1,
                           kLogits == Logits::kGeneral};
   return enqueue_kernel(facts, params, stream, &allowed);
 }

@@ -64,6 +64,11 @@ CUTE_DEVICE void send(std::uint32_t to, std::uint32_t barrier, const int4& words
       "r"(barrier), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
       : "memory");
 }
+CUTE_DEVICE void send(std::uint32_t to, std::uint32_t barrier, std::uint32_t word) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %2, [%1];" ::"r"(to), "r"(barrier),
+               "r"(word)
+               : "memory");
+}
 CUTE_DEVICE void send(std::uint32_t to, std::uint32_t barrier, float a, float b, float c, float d) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, "

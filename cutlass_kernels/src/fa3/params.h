@@ -42,6 +42,19 @@ CUTE_DEVICE int page_of_entry(const PagesOfMatrix& pages, int entry) {
   return int(std::uint32_t(entry) - pages.first_page);
 }
 
+// A quantized latent cache, and lists of its slots.
+struct SlotsOfCache {
+  const char* data;
+  const std::int32_t* indices;
+  const std::int32_t* lengths;  // of requests; null: width
+  std::int64_t table_stride;
+  std::int64_t page_bytes;
+  FastDivisor page_size;
+  PageUnits units;
+  std::uint32_t num_slots;
+  int width;
+};
+
 struct KernelParams {
   CUtensorMap q_map;
   CUtensorMap k_map;
@@ -67,6 +80,9 @@ struct KernelParams {
   PageUnits v_units;
   int box_rows_log2;
   RowStats stats;  // of the general variant
+  // Of quantized latent caches: keys from first_keys on are those of the second.
+  SlotsOfCache caches[2];
+  int first_keys;
 };
 
 template <bool kGeneral>

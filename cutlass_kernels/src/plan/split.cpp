@@ -99,9 +99,15 @@ std::int64_t even_shares(const AttentionParams& params, const TileShape& tile, c
   return same_tiles && shares >= kFewShares ? shares : 0;
 }
 
+/// Whether the host knows that all requests have as many keys.
+bool has_equal_lists(const AttentionParams& params) {
+  return params.pages.slots_per_page > 0 && params.seqused_k == nullptr && params.kv_indptr == nullptr &&
+         params.second.lengths == nullptr;
+}
+
 /// Splits that fill the device, of up to `rows` rows each.
-SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles, std::int64_t rows,
-                       std::int64_t keys, const Device& device, std::size_t partial_bytes) {
+SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, bool with_list, std::int64_t tiles,
+                       std::int64_t rows, std::int64_t keys, const Device& device, std::size_t partial_bytes) {
   SplitRule rule;
   const std::int64_t room = partial_bytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
   const int thread_blocks =
@@ -131,7 +137,11 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
-  if (const std::int64_t shares = even_shares(params, tile, rule); shares > 0) {
+  const std::int64_t shares = even_shares(params, tile, rule);
+  if (shares > 0 && !with_list) {
+    rule.per_request = splits_of_equal_requests(params, tile, int(shares), rule.least_split_keys);
+    rule.most_splits = std::max(rule.most_splits, rule.per_request);
+  } else if (shares > 0) {
     rule.shares = int(shares);
     rule.share_tiles = int(tiles_of_longest(params, tile.rows));
     rule.most_keys = int(std::min<std::int64_t>(most_keys_of_rows(params, tile.rows), kMaxKeys));
@@ -149,6 +159,14 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
 }
 
 }  // namespace
+
+int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys) {
+  if (!has_equal_lists(params) || tiles_of_longest(params, tile.rows) != 1) return 0;
+  const int blocks = EvenShares::blocks_of(params.max_kv_len);
+  return EvenShares::make(shares, params.batch_size, params.batch_size * (EvenShares::kStart + blocks), blocks,
+                          std::max(least_split_keys / EvenShares::kBlockKeys, 1))
+      .per_request;
+}
 
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
                      std::size_t partial_bytes) {
@@ -174,7 +192,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
     if (batch_without_list) keys = std::min(keys, most_keys_of_rows(params, tile.rows));
     const std::int64_t rows =
         batch_without_list ? rows_of_split(params, tile) : std::min<std::int64_t>(tile.rows, params.total_q);
-    rule = filling_rule(params, tile, tiles, rows, keys, device, partial_bytes);
+    rule = filling_rule(params, tile, source == TileSource::kList, tiles, rows, keys, device, partial_bytes);
   }
   if (rule.most_splits < 2) return rule;
   if (combines_in_kernel(params, tile, rule.wave / std::max<std::int64_t>(tiles, 1))) {
@@ -202,6 +220,8 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
   const std::int64_t requests = params.batch_size;
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);
   if (rule.wave <= 0 || tiles == 0) return requests;
+  // Of several requests, one more each than are shared out.
+  if (rule.per_request > 0) return rule.per_request == 1 ? requests : (rule.per_request + 1) * requests;
   std::int64_t splits = items_for(rule, tiles * requests) / tiles;
   splits = std::min(splits, requests * rule.most_splits);
   if (requests == 1) return std::max<std::int64_t>(combined_at_once(splits), 1);

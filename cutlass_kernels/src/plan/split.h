@@ -30,6 +30,7 @@ struct SplitRule {
   OwnSplits own;                 ///< by the lengths of the request alone
   std::int32_t shares = 0;       ///< > 0: even shares (schedule/even_shares.h), so many for each tile of a head
   std::int32_t share_tiles = 1;  ///< of a request, at most
+  std::int32_t per_request = 0;  ///< > 0: without a list, all requests have so many splits
   std::int32_t most_keys = 0;    ///< that rows of one tile see
   std::int32_t most_splits = 1;  ///< of a tile
   std::int64_t extra_tiles = 0;  ///< entries of the tile list beside one per tile
@@ -41,7 +42,7 @@ struct SplitRule {
     const auto all = [](const SplitRule& r) {
       return std::tie(r.wave, r.most_waves, r.most_items, r.most_rounded_items, r.least_split_keys, r.few_items,
                       r.partial_rows_of_one, r.least_split_keys_of_few, r.fixed, r.own, r.shares, r.share_tiles,
-                      r.most_keys, r.most_splits, r.extra_tiles, r.split_tile_capacity, r.partial_rows,
+                      r.per_request, r.most_keys, r.most_splits, r.extra_tiles, r.split_tile_capacity, r.partial_rows,
                       r.combine_counters);
     };
     return all(*this) == all(other);
@@ -133,6 +134,10 @@ CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, const ItemBudget& bud
 constexpr std::size_t kMostPartialBytes = 20 << 20;
 /// A workspace of so many bytes, the smallest in common use, suffices: keys are then split into fewer parts.
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
+
+/// Splits of each request, where even shares are those of requests that all have as many keys, as the host knows: they
+/// need no list, whose kernel takes 5 us. Else 0.
+int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys);
 
 /// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,

@@ -96,7 +96,10 @@ ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const
   const bool needs_none = !wastes && tile.splits_without_list && params.batch_size <= kMostSearchedRequests;
   if (tile.packed_heads == 0 || (needs_none && !tile.has_shares)) return ListUse::kNever;
   const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
-  if (rule.shares > 0) return ListUse::kAlways;
+  if (rule.shares > 0) {
+    const bool are_equal = needs_none && splits_of_equal_requests(params, tile, rule.shares, rule.least_split_keys) > 0;
+    return are_equal ? ListUse::kNever : ListUse::kAlways;
+  }
   if (params.batch_size > kMostSearchedRequests) return always(rule.most_splits > 1);
   return rule.most_splits > 1 && !needs_none ? ListUse::kIfFaster : ListUse::kNever;
 }

@@ -123,6 +123,48 @@ std::string impossible_slots(const AttentionParams& params) {
   return "";
 }
 
+/// What is wrong with a second cache.
+std::string impossible_second(const AttentionParams& params) {
+  const SecondSlots& second = params.second;
+  if (second.data == nullptr) return "";
+  const TokenFormat format = token_format(params.kv_dtype);
+  const std::string type = "second, a cache of tokens of " + number(format.bytes) + " bytes,";
+  if (format.bytes == 0 || params.pages.slots_per_page == 0) {
+    return "second is for tokens of a quantized latent cache by slots: set kv_dtype and slots_per_page, or leave it "
+           "null.";
+  }
+  if (second.indices == nullptr || second.table_width < 1 || second.table_stride < second.table_width) {
+    return type + " has lists of table_width=" + number(second.table_width) + ", " + number(second.table_stride) +
+           " apart" + (second.indices == nullptr ? ", but no indices" : "") + ": give each request a list.";
+  }
+  if (second.slots_per_page < 1 || second.num_pages < 0 ||
+      second.num_pages > std::numeric_limits<std::int32_t>::max() / second.slots_per_page) {
+    return type + " has num_pages=" + number(second.num_pages) + " of slots_per_page=" + number(second.slots_per_page) +
+           ": indices of 32 bits name at least one slot of a page, and 2147483647 in all.";
+  }
+  if (format.by_page && second.stride_token != format.data_bytes()) {
+    return type + " has a token stride of " + number(second.stride_token) + " bytes: it is " +
+           number(format.data_bytes()) + ", that of their data.";
+  }
+  if ((second.slots_per_page > 1 && second.stride_token < format.data_bytes()) ||
+      (second.num_pages > 1 && second.stride_page < std::int64_t(second.slots_per_page) * format.bytes)) {
+    return type + " has tokens " + number(second.stride_token) + " bytes apart and pages " +
+           number(second.stride_page) + ": they would overlap.";
+  }
+  const bool aligned = second.stride_token % 16 == 0 && (second.num_pages < 2 || second.stride_page % 16 == 0) &&
+                       reinterpret_cast<std::uintptr_t>(second.data) % 16 == 0;
+  if (!aligned) {
+    return type + " has an address or strides (" + number(second.stride_token) + " and " + number(second.stride_page) +
+           " bytes) that are no multiples of 16: align them.";
+  }
+  const std::int64_t keys = (params.pages.table_width + std::int64_t(63)) / 64 * 64 + second.table_width;
+  if (params.max_kv_len != keys) {
+    return "max_kv_len=" + number(params.max_kv_len) + " with second: it is " + number(keys) +
+           ", pages.table_width rounded up to a multiple of 64, plus second.table_width.";
+  }
+  return "";
+}
+
 /// What is wrong with keys that are tokens of a quantized latent cache.
 std::string impossible_tokens(const AttentionParams& params) {
   const TokenFormat format = token_format(params.kv_dtype);
@@ -311,6 +353,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (std::string fault = impossible_shard(params); !fault.empty()) return fault;
   if (std::string fault = impossible_slots(params); !fault.empty()) return fault;
   if (std::string fault = impossible_tokens(params); !fault.empty()) return fault;
+  if (std::string fault = impossible_second(params); !fault.empty()) return fault;
   if (params.fixed_split_size < 0) {
     return "fixed_split_size=" + number(params.fixed_split_size) + " must not be negative; 0 lets the library choose.";
   }

@@ -59,8 +59,25 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const RequestParams& p, int bat
   return {begin, p.kv_indptr == nullptr ? p.max_kv_len : p.kv_indptr[batch + 1] - begin};
 }
 
+/// Where the keys of a second cache begin among those of a request: a block of 64 keys lies in one cache. In between
+/// there are none.
+CK_HOST_DEVICE inline std::int32_t keys_before_second(const RequestParams& p) {
+  return (p.pages.table_width + 63) / 64 * 64;
+}
+/// Entries that count of a request's list of either cache.
+CK_HOST_DEVICE inline std::int32_t listed_keys(const std::int32_t* lengths, std::int32_t width, int batch) {
+  return lengths == nullptr ? width : lengths[batch];
+}
+CK_HOST_DEVICE inline KeysOfRequest keys_in_two_caches(const RequestParams& p, int batch) {
+  const std::int32_t first = listed_keys(p.seqused_k, p.pages.table_width, batch);
+  const std::int32_t second = listed_keys(p.second.lengths, p.second.table_width, batch);
+  const bool fits = 0 <= first && first <= p.pages.table_width && 0 <= second && second <= p.second.table_width;
+  return {std::int32_t(batch * p.pages.table_stride), fits ? keys_before_second(p) + second : -1};
+}
+
 // In a page table with a row per request.
 CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const RequestParams& p, int batch) {
+  if (p.second.data != nullptr) return keys_in_two_caches(p, batch);
   const PageTable& pages = p.pages;
   std::int32_t begin = 0, end = p.max_kv_len;
   if (p.seqused_k != nullptr) {

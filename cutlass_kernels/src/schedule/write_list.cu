@@ -112,7 +112,7 @@ struct Carried {
   }
 };
 
-constexpr int kNone = 1, kMany = 900;  // words
+constexpr int kNone = 1, kMany = 880;  // words
 static_assert(sizeof(ListArgs) + sizeof(Carried<kMany>) <= 4096, "parameters of a kernel");
 
 template <int kWords>

@@ -74,7 +74,7 @@ class _KeysOf:
         """What lies at ``place``; nothing, where that is None."""
         if self.kind is not None:
             found = [self._part(x, b, place) for x in latent_formats.parts(self.k, self.kind)]
-            keys = latent_formats.decoded(found, self.kind, latent_formats.exact_dtype(self.kind))
+            keys = latent_formats.decoded(found, self.kind)
             return keys[..., : self.dim], keys[..., : latent_formats.VALUES]
         k, v, rope = (None if x is None else self._part(x, b, place) for x in (self.k, self.v, self.k_rope))
         assert k is not None and v is not None

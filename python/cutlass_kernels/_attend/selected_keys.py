@@ -226,7 +226,7 @@ class _Scope:
 
     def bytes_per_row(self, dim: int) -> int:
         """Bytes of the keys of one row, as ``read()`` returns them."""
-        dtype = self.caches[0].dtype if self.kind is None else latent_formats.exact_dtype(self.kind)
+        dtype = self.caches[0].dtype if self.kind is None else latent_formats.NUMBERS
         return self.indices.size(1) * self.indices.size(2) * dim * dtype.itemsize
 
     def read(self, rows: slice, dim: int) -> _Read:
@@ -249,7 +249,7 @@ class _Scope:
 
         found = [of(x) for x in self.caches]
         if self.kind is not None:
-            keys = latent_formats.decoded(found, self.kind, latent_formats.exact_dtype(self.kind))[..., :dim]
+            keys = latent_formats.decoded(found, self.kind)[..., :dim]
         else:
             keys = latent_parts.joined(*found) if self.has_rope else found[0]
         values = keys[..., : self.values_dim] if self.v is None else of(self.v)

@@ -14,7 +14,8 @@
   have "v4.1_pages", FlashMLA's release of that day "v4.1_tokens". 528 bytes do not tell which it is.
 - The scale of a group is its absmax / 448. vLLM's ``concat_and_cache_mla`` stores that ("v3.2"). Its writer for "v4"
   rounds it up to a power of two, as FlashMLA's tests do for all formats.
-- FlashMLA's kernels on Hopper round fp32 scales to bf16, and keys to bf16. Here products with scales are in fp32.
+- A token stands for bf16 numbers, whatever the dtype of the queries: e4m3 times its scale in fp32, rounded to nearest.
+  FlashMLA's kernels on Hopper round fp32 scales to bf16 before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .._core import hints
 from .._core.autograd import without_autocast
 from . import scatter
 
+NUMBERS = torch.bfloat16  # dtype of what tokens stand for
 BYTES = (torch.uint8, torch.int8)  # dtypes that quantized caches have, and float8_e4m3fn where kv_format is given
 VALUES = 512  # columns of the values, in all formats
 _LARGEST = 448.0  # of e4m3
@@ -149,27 +151,24 @@ def parts(cache: torch.Tensor, kind: Format) -> list[torch.Tensor]:
 
 
 @without_autocast
-def decoded(stored: list[torch.Tensor], kind: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Bytes of tokens, uint8 ``[..., n]`` of each of ``parts()``, as numbers ``[..., columns]``."""
+def decoded(stored: list[torch.Tensor], kind: Format) -> torch.Tensor:
+    """Bytes of tokens, uint8 ``[..., n]`` of each of ``parts()``, as the ``NUMBERS`` ``[..., columns]`` that they stand
+    for."""
     data, scales = stored[0], stored[-1]
     scales = scales if kind.by_page else scales[..., kind.scales_at : kind.scales_at + kind.scale_bytes]
     if kind.has_powers:
         factors = _power_of(scales[..., : kind.scales])
     else:
         factors = scales.contiguous().view(torch.float32)
-    numbers = data.new_empty((*data.shape[:-1], kind.columns), dtype=dtype)
-    latent = numbers[..., : kind.latent]
-    latent.copy_(data.view(torch.float8_e4m3fn)[..., : kind.latent])
-    latent.unflatten(-1, (kind.scales, kind.group)).mul_(factors.to(dtype).unsqueeze(-1))
+    exact = NUMBERS if kind.has_powers else torch.float32  # bf16 holds e4m3 times a power of two
+    latent = data.view(torch.float8_e4m3fn)[..., : kind.latent].to(exact)
+    latent.unflatten(-1, (kind.scales, kind.group)).mul_(factors.to(exact).unsqueeze(-1))
+    numbers = data.new_empty((*data.shape[:-1], kind.columns), dtype=NUMBERS)
+    numbers[..., : kind.latent].copy_(latent)
     if kind.rope:
-        rope = data[..., kind.rope_at : kind.rope_at + 2 * kind.rope].contiguous().view(torch.bfloat16)
+        rope = data[..., kind.rope_at : kind.rope_at + 2 * kind.rope].contiguous().view(NUMBERS)
         numbers[..., kind.latent :].copy_(rope)
     return numbers
-
-
-def exact_dtype(kind: Format) -> torch.dtype:
-    """The narrowest dtype that holds the numbers: e4m3 times a power of two fits into bf16."""
-    return torch.bfloat16 if kind.has_powers else torch.float32
 
 
 def _power_of(exponents: torch.Tensor) -> torch.Tensor:
@@ -200,7 +199,7 @@ def encoded(x: torch.Tensor, kind: Format, power_of_two: bool) -> torch.Tensor:
     bits = exponents if kind.has_powers else scales.contiguous().view(torch.uint8)
     records[:, kind.scales_at : kind.scales_at + bits.size(1)] = bits
     if kind.rope:
-        rope = x[:, kind.latent :].to(torch.bfloat16).contiguous()
+        rope = x[:, kind.latent :].to(NUMBERS).contiguous()
         records[:, kind.rope_at : kind.rope_at + 2 * kind.rope] = rope.view(torch.uint8)
     return records
 

@@ -119,7 +119,8 @@ def append_quantized_mla_kv_cache(
     bytes, or columns of ``ckv`` none of 16.
 
     The scale of a group of columns is its absmax / 448. Numbers are divided by it in float32, and rounded to nearest
-    (ties to even). NaN stays NaN; a group with an infinity becomes NaN.
+    (ties to even). NaN stays NaN; a group with an infinity becomes NaN. Readers multiply by the scale in float32, and
+    round to bfloat16.
 
     Args:
         ckv: ``[tokens, columns]``, float16 or bfloat16: the columns of ``kv_format``, or the first of them. Rows behind

@@ -31,7 +31,7 @@ _WHY = {
     "separate_values": "head_dim_qk above 512 with values that are not the first columns of the keys, in their memory,",
     "separate_rope": "k_rope in rows of its own, for these tensors and this mask,",
     "token_lists": "kv_indices_per_token, for these tensors and options,",
-    "quantized_cache": "a quantized latent cache (kv_format)",
+    "quantized_cache": "a quantized latent cache (kv_format), for these tensors and options,",
     "extra_keys": "extra_k, a second cache,",
     "unaligned": "addresses or strides that are no multiple of 16 bytes (8 in fp8)",
     "unsized": "multi-item scoring (prefix_len_ptr) under CUDA graphs without mask buffers, or captured without "

@@ -35,7 +35,7 @@ FEATURES = {
     "fp8_copies": "fp8 tensors, or outputs, that lie where only copies of them serve",
     "separate_rope": "the last columns of the keys lie in a tensor of their own",
     "token_lists": "kv_indices_per_token, for tensors or options that no kernel serves it with",
-    "quantized_cache": "a quantized latent cache (kv_format)",
+    "quantized_cache": "a quantized latent cache (kv_format), for tensors or options that no kernel serves it with",
     "extra_keys": "a second cache of selected keys (extra_k)",
     "separate_values": "values beside keys of more than 512 columns that are not the first columns of these",
 }

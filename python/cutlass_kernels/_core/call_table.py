@@ -96,7 +96,8 @@ class Call(NamedTuple):
         str | None,
         "format of a quantized latent cache, uint8 ``[pages, page_size, 1, bytes]``: ``'v3.2'`` has 656 bytes per "
         "token, ``'v4'`` 584, ``'v3.2_nope'``, ``'v4.1_pages'`` and ``'v4.1_tokens'`` 528. Default: from the number of "
-        "bytes; required for 528. Pass v=k. Applies to ``extra_k`` as well if that has the same size.",
+        "bytes; required for 528. Pass v=k. Applies to ``extra_k`` as well if that has the same size. A token stands "
+        "for bfloat16 numbers, whatever the dtype of q: e4m3 times its scale in fp32, rounded to nearest.",
     ] = None
     max_logits: Annotated[
         torch.Tensor | None,

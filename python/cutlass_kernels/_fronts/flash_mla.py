@@ -143,7 +143,10 @@ def flash_mla_with_kvcache(
         extra_k_cache: with ``indices``, a second cache, whose keys join the same softmax. As ``k_cache``, with pages of
             any size, in the same or another format.
         extra_indices_in_kvcache, extra_topk_length: as ``indices`` and ``topk_length``, for ``extra_k_cache``.
-        kv_format: format of quantized latent caches. Default: from the number of bytes; required for 528.
+        kv_format: format of quantized latent caches. Default: from the number of bytes; required for 528. A token
+            stands for bfloat16 numbers: e4m3 times its scale in fp32, rounded to nearest. On Hopper, a kernel reads 656
+            and 584 bytes with ``indices`` and bfloat16 queries, of two caches if both have the same; PyTorch computes
+            the rest, slowly.
 
             - ``"v3.2"`` (or ``"V32"``): 656 bytes, DeepSeek V3.2
             - ``"v3.2_nope"`` (``"V32_NO_ROPE"``): 528 bytes, the same without RoPE

@@ -24,6 +24,7 @@
 #include "common/ptx/named_barrier.h"
 #include "common/ptx/shared_address.h"
 #include "common/softmax.h"
+#include "fa3/pair.h"
 #include "fa3/store.h"
 #include "fa3/wgmma.h"
 #include "latent/fa3/load.h"
@@ -232,13 +233,16 @@ struct Consumer {
   }
 
   CUTE_DEVICE void release_q() { arrive(shared.q_empty); }
+  // To the producers of both CTAs of a pair.
+  CUTE_DEVICE void release(int block, PanelGroup group) {
+    if (lane != 0) return;
+    Barrier& empty = shared.k_empty[stage_of<Tile>(block)][group];
+    empty.arrive();
+    if constexpr (Tile::kCtasPerTile == 2) Barrier::arrive_in_peer(fa3::address_in_peer(empty.address()));
+  }
   // O += P V of the block is done.
-  CUTE_DEVICE void release_values(int block) {
-    if (lane == 0) shared.k_empty[stage_of<Tile>(block)][kHalf == 0 ? kLeft : kRight].arrive();
-  }
-  CUTE_DEVICE void release_p(int block) {
-    if (lane == 0) shared.k_empty[stage_of<Tile>(block)][kRope].arrive();
-  }
+  CUTE_DEVICE void release_values(int block) { release(block, kHalf == 0 ? kLeft : kRight); }
+  CUTE_DEVICE void release_p(int block) { release(block, kRope); }
 
   // Of warpgroup 0: the last block of the tile before, through whose memory O went.
   CUTE_DEVICE void release_staging() {

@@ -11,8 +11,10 @@
 #include "common/ptx/shared_address.h"
 #include "fa3/find_tiles.h"
 #include "fa3/load_gather.h"
+#include "fa3/pair.h"
 #include "latent/fa3/load.h"
 #include "latent/fa3/shared_memory.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels::mla {
 
@@ -45,19 +47,34 @@ CUTE_DEVICE uint2 scaled(std::uint32_t numbers, float scale) {
   return {Element::pack(x.x * scale, x.y * scale), Element::pack(y.x * scale, y.y * scale)};
 }
 
-// Publishes the next job, by one thread: what find_tiles() does with a warp of its own.
+// Publishes the next job, by one thread: what find_tiles() does with a warp of its own. Of a pair, CTA 1 has the heads
+// behind those of CTA 0.
 template <class Tile>
 CUTE_DEVICE void publish_job(const fa3::KernelParams& params, Shared<Tile>& shared,
                              const fa3::Ring<kJobBuffers>& jobs) {
+  constexpr bool kPair = Tile::kCtasPerTile == 2;
+  Job& job = shared.jobs[jobs.index];
+  if constexpr (kPair) {
+    if (fa3::rank_in_pair() == 1) {
+      Barrier& sent = shared.from_peer.sent[jobs.index];
+      sent.arrive_and_expect(sizeof(Job));
+      sent.wait(jobs.phase);
+      shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
+      fa3::copy_job(shared.from_peer.jobs[jobs.index], job);
+      job.head += int(params.packed.heads.divisor);
+      shared.job_full[jobs.index].arrive();
+      return;
+    }
+  }
   fa3::TileClaims<Tile, Shared<Tile>> claims(params, shared, shared.claimed.index);
   WorkItem work = shared.claimed.work;
   int head = shared.claimed.head;
   int rank = shared.claimed.rank;
   const bool found = claims.claim(work, head, rank);
   shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
-  Job& job = shared.jobs[jobs.index];
   job.valid = found;
-  if (found) fa3::describe_job<Tile, true>(params, work, head, rank, job);
+  if (found) fa3::describe_job<Tile, true>(params, work, head * Tile::kCtasPerTile, rank, job);
+  if constexpr (kPair) fa3::send_job(job, shared.from_peer.jobs[jobs.index], shared.from_peer.sent[jobs.index]);
   shared.claimed.index = claims.index();
   shared.claimed.work = work;
   shared.claimed.head = head;
@@ -93,7 +110,9 @@ template <class Element, class Tile>
 struct QuantizedGather {
   static constexpr TokenFormat kFormat = Tile::kFormat;
   static constexpr bool kPositionsAreValues = kFormat.columns < kLatentDim;
-  static constexpr int kRows = Tile::kBlockN / 4;  // of the warp
+  static constexpr bool kPair = Tile::kCtasPerTile == 2;
+  static constexpr int kCtaRows = Tile::kBlockN / Tile::kCtasPerTile;  // that the CTA widens
+  static constexpr int kRows = kCtaRows / Tile::kProducerWarps;        // of the warp
   static constexpr int kLaneRows = kRows / 2;
   static constexpr std::uint32_t kAll = 0xffffffffu;
   static constexpr int kStageBytes = kPanels * kPanelBytes;
@@ -102,18 +121,25 @@ struct QuantizedGather {
   const fa3::KernelParams& params;
   Shared<Tile>& shared;
   const int warp, lane;
-  const int first_row;  // of the lane's
-  const std::int32_t* list;
-  int key, keys;         // to be looked up, and the number of keys
-  int slot;              // the next to be looked up
-  std::uint32_t listed;  // whether that of each lane exists
+  const int warp_row;        // the first of the warp's
+  const int first_row;       // of the lane's
+  const int looked_up;       // row of the block
+  const std::uint32_t peer;  // the distance of what both CTAs of a pair have
+  int batch;                 // the request
+  int key;                   // to be looked up
+  int first_end, end;        // where keys of the caches end
+  int slot;                  // the next to be looked up
+  std::uint32_t listed;      // whether that of each lane exists
 
   CUTE_DEVICE QuantizedGather(const fa3::KernelParams& params_, Shared<Tile>& shared_, int warp_, int lane_)
       : params(params_),
         shared(shared_),
         warp(warp_),
         lane(lane_),
-        first_row(held(warp_ * kRows + lane_ / 16 * kLaneRows)) {}
+        warp_row((kPair ? fa3::rank_in_pair() * kCtaRows : 0) + warp_ * kRows),
+        first_row(held(warp_row + lane_ / 16 * kLaneRows)),
+        looked_up(held(warp_row + (kPair ? lane_ - warp_ * kRows : lane_ % kRows))),
+        peer(kPair ? fa3::address_in_peer(shared_address(&shared_)) - shared_address(&shared_) : 0) {}
 
   CUTE_DEVICE std::uint32_t rows(int stage) const {
     return shared_address(shared.k) + stage * kStageBytes + first_row * 128;
@@ -126,9 +152,11 @@ struct QuantizedGather {
   CUTE_DEVICE static int raw_panel(bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; }
 
   CUTE_DEVICE void begin(const Job& job, int stage, std::uint32_t phase) {
-    list = params.k_pages.indices + job.kv_begin + job.key_begin;
-    keys = job.visible_end - job.key_begin;
-    key = job.kv_blocks * Tile::kBlockN + first_row + lane % kLaneRows;
+    batch = job.batch;
+    const fa3::SlotsOfCache& cache = params.caches[0];
+    first_end = min(listed_keys(cache.lengths, cache.width, batch), job.visible_end);
+    end = job.visible_end;
+    key = job.key_begin + job.kv_blocks * Tile::kBlockN + looked_up;
     read_list();
     empty(stage, false).wait(phase);
     begin_half(stage, false, false);
@@ -136,28 +164,32 @@ struct QuantizedGather {
   // Not behind a branch, or a condition: the warp would wait for the entry at once.
   CUTE_DEVICE void read_list() {
     key -= Tile::kBlockN;
-    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(list + min(max(key, 0), keys - 1)));
+    const bool second = key >= params.first_keys;
+    const fa3::SlotsOfCache& cache = params.caches[second];
+    const int index = max(min(second ? key - params.first_keys : key, cache.width - 1), 0);
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(cache.indices + batch * cache.table_stride + index));
   }
 
-  // Before the first half of a block: where its rows lie, and which exist; copies of their scales.
+  // Before the first half of a block: where its rows lie, and which exist; copies of their scales. Warps of a pair look
+  // up all rows of the CTA.
   CUTE_DEVICE void look_up(int stage) {
-    const bool exists =
-        std::uint32_t(key) < std::uint32_t(keys) && std::uint32_t(slot) < params.num_pages * params.page_size.divisor;
-    const std::uint32_t page = params.page_size.divide(slot);
-    const std::uint32_t in_page = slot - page * params.page_size.divisor;
+    const bool second = key >= params.first_keys;
+    const fa3::SlotsOfCache& cache = params.caches[second];
+    const bool exists = key < (second ? end : first_end) && std::uint32_t(slot) < cache.num_slots;
+    const std::uint32_t page = cache.page_size.divide(slot);
+    const std::uint32_t in_page = slot - page * cache.page_size.divisor;
     const std::uint64_t offset =
-        std::uint64_t(page * params.k_units.page + in_page * params.k_units.slot) * params.k_units.bytes;
-    const char* const data = static_cast<const char*>(params.attention.k.data);
-    const char* const row = exists ? data + offset : reinterpret_cast<const char*>(kNoToken);
+        std::uint64_t(page * cache.units.page + in_page * cache.units.slot) * cache.units.bytes;
+    const char* const row = exists ? cache.data + offset : reinterpret_cast<const char*>(kNoToken);
     const char* of_row = row + kFormat.scales_at;
     if (kFormat.by_page && exists) {
-      of_row = data + page * params.k_pages.page_bytes +
-               std::uint64_t(params.page_size.divisor) * kFormat.data_bytes() + in_page * kFormat.scale_bytes;
+      of_row = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
+               in_page * kFormat.scale_bytes;
     }
     __syncwarp();
-    if (lane % 16 < kLaneRows) {
-      store_shared_8(pointers() + lane % kLaneRows * 8, reinterpret_cast<std::uint64_t>(row));
-      const std::uint32_t to = scales(stage) + lane % kLaneRows * kScaleBytes;
+    if (kPair ? lane / kRows == warp : lane < kRows) {
+      store_shared_8(shared_address(shared.scales.rows + looked_up), reinterpret_cast<std::uint64_t>(row));
+      const std::uint32_t to = shared_address(&shared.scales) + (stage * Tile::kBlockN + looked_up) * kScaleBytes;
       if constexpr (kFormat.scale_bytes == 8) {
         cp_async_8(to, of_row, true);
       } else {
@@ -174,21 +206,37 @@ struct QuantizedGather {
     return reinterpret_cast<const char*>(std::uint64_t(x.y) << 32 | x.x);
   }
 
+  // Columns of the position come with one of the halves. Eight lanes copy a row.
+  CUTE_DEVICE static bool has_positions(bool second, bool right) {
+    return Tile::kHasPositions ? second : kPositionsAreValues && right;
+  }
+  CUTE_DEVICE int position_row() const { return lane / 8 % 2 * (kLaneRows / 2); }
+  CUTE_DEVICE std::uint32_t position_address(int stage, int n) const {
+    const int row = position_row() + n;
+    return rows(stage) + (Tile::kHasPositions ? kRopePanel : kRopePanel - 1) * kPanelBytes + row * 128 +
+           ((lane ^ (first_row + row)) % 8 << 4);
+  }
+
   // Half of the columns; the memory is free.
   CUTE_DEVICE void copy(int stage, bool second, bool right) {
     if (second && lane == 0) {
-      reinterpret_cast<std::uint16_t*>(shared.listed[stage])[warp] =
-          std::uint16_t((listed & 0xff) | (listed >> 8 & 0xff00));
+      if constexpr (!kPair) {
+        using Word = std::conditional_t<kRows == 16, std::uint16_t, std::uint8_t>;
+        reinterpret_cast<Word*>(shared.listed[stage])[warp] = Word(listed);
+      } else if (warp == 0) {
+        std::uint32_t& word = shared.listed[stage][warp_row / kCtaRows];
+        word = listed;
+        fa3::send(shared_address(&word) + peer, shared.k_full[stage][kRopePanel].address() + peer, listed);
+      }
     }
-    if (Tile::kHasPositions ? second : kPositionsAreValues && right) {
-      constexpr int kPanel = Tile::kHasPositions ? kRopePanel : kRopePanel - 1;
-      const int of_lane = lane / 8 % 2 * 4;  // eight lanes copy a row
-      const std::uint32_t to = rows(stage) + kPanel * kPanelBytes + of_lane * 128;
-      const char* from[4];
+    if (has_positions(second, right)) {
+      const char* from[kLaneRows / 2];
       CUTE_UNROLL
-      for (int n = 0; n < 4; ++n) from[n] = row_of(of_lane + n) + (kFormat.positions_at + lane % 8 * 16);
+      for (int n = 0; n < kLaneRows / 2; ++n) {
+        from[n] = row_of(position_row() + n) + (kFormat.positions_at + lane % 8 * 16);
+      }
       CUTE_UNROLL
-      for (int n = 0; n < 4; ++n) cp_async_16(to + n * 128 + ((lane % 8 ^ (of_lane + n)) << 4), from[n]);
+      for (int n = 0; n < kLaneRows / 2; ++n) cp_async_16(position_address(stage, n), from[n]);
     }
     const std::uint32_t to =
         rows(stage) + (right * kHalfPanels + raw_panel(right, lane % 16 / 8)) * kPanelBytes + lane % 8 * 16;
@@ -218,9 +266,19 @@ struct QuantizedGather {
   CUTE_DEVICE void widen(int stage, bool second, bool right) {
     if (kFormat.has_exponents && !second) widen_scales(stage);
     const int panel_of_part = lane / 8 % 2;
+    const std::uint32_t full = shared.k_full[stage][right ? kHalfPanels : 0].address() + peer;  // of the peer
+    if (kPair && has_positions(second, right)) {
+      const std::uint32_t barrier = Tile::kHasPositions ? shared.k_full[stage][kRopePanel].address() + peer : full;
+      CUTE_UNROLL
+      for (int n = 0; n < kLaneRows / 2; ++n) {
+        const std::uint32_t there = position_address(stage, n);
+        const uint2 low = load_shared_8(there), high = load_shared_8(there + 8);
+        fa3::send(there + peer, barrier, int4{int(low.x), int(low.y), int(high.x), int(high.y)});
+      }
+    }
     const std::uint32_t half = rows(stage) + right * (kHalfPanels * kPanelBytes);
     const std::uint32_t raw = half + lane % 16 * 8;
-    const std::uint32_t to = half + panel_of_part * kPanelBytes + (lane % 8 << 4);
+    const std::uint32_t to = half + panel_of_part * kPanelBytes + ((lane ^ first_row) % 8 << 4);
     const std::uint32_t own_scales =
         scales(stage) + (kFormat.has_exponents ? right * 16 + panel_of_part * 8 : right * 8);
     struct {
@@ -245,7 +303,9 @@ struct QuantizedGather {
         const uint2 low = scaled<Element>(numbers.x, scale);
         const uint2 high = scaled<Element>(numbers.y, scale);
         if (!kPositionsAreValues || !right || part == 0 || panel_of_part == 0) {
-          store_shared_16((to ^ row << 4) + 2 * part * kPanelBytes + row * 128, low, high);
+          const std::uint32_t there = (to ^ row << 4) + 2 * part * kPanelBytes + row * 128;
+          store_shared_16(there, low, high);
+          if constexpr (kPair) fa3::send(there + peer, full, int4{int(low.x), int(low.y), int(high.x), int(high.y)});
         }
       }
     }
@@ -277,8 +337,16 @@ struct QuantizedGather {
     widen(stage, second, right);
     __syncwarp();
     if (lane == 0) {
-      if (second) shared.k_full[stage][kRopePanel].arrive();
-      shared.k_full[stage][right ? kHalfPanels : 0].arrive();
+      const auto arrive = [&](Barrier& barrier, int from_peer) {
+        if (kPair && warp == 0) {
+          barrier.arrive_and_expect(from_peer);
+        } else {
+          barrier.arrive();
+        }
+      };
+      constexpr int kPeerRows = Tile::kBlockN - kCtaRows;
+      if (second) arrive(shared.k_full[stage][kRopePanel], 4 + (Tile::kHasPositions ? kPeerRows * 128 : 0));
+      arrive(shared.k_full[stage][right ? kHalfPanels : 0], kPeerRows * kHalfPanels * 128);
     }
     if (has_next && !begins) {
       next.wait(next_empty);

@@ -27,8 +27,10 @@
 #include "common/dependent_launch.h"
 #include "common/ptx/setmaxnreg.h"
 #include "fa3/find_tiles.h"
+#include "fa3/pair.h"
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
+#include "latent/fa3/few_heads.h"
 #include "latent/fa3/gather_quantized.h"
 #include "latent/fa3/gather_slots.h"
 #include "latent/fa3/load.h"
@@ -41,21 +43,21 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.job_wanted.init(1);
   for (int i = 0; i < kJobBuffers; ++i) {
     shared.job_full[i].init(1);
-    constexpr int kReaders = Tile::kQuantized ? 4 * 32 : Tile::kBySlots ? 3 * 32 : 1 + 2 * 32;
+    constexpr int kReaders = Tile::kQuantized ? Tile::kProducerWarps * 32 : Tile::kBySlots ? 3 * 32 : 1 + 2 * 32;
     shared.job_empty[i].init(kReaders + 256);
   }
   shared.q_full.init(1);
   shared.q_empty.init(8);
   // The latent columns by two warps, or by a lane of each of four; those of the position with `listed`.
-  constexpr int kLatentArrivals = Tile::kQuantized ? 4 : 2 * 32;
-  constexpr int kRopeArrivals = Tile::kQuantized ? 4 : Tile::kHasPositions ? 32 + 1 : 1;
+  constexpr int kLatentArrivals = Tile::kQuantized ? Tile::kProducerWarps : 2 * 32;
+  constexpr int kRopeArrivals = Tile::kQuantized ? Tile::kProducerWarps : Tile::kHasPositions ? 32 + 1 : 1;
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     for (int panel = 0; panel < kPanels; ++panel) {
       shared.k_full[stage][panel].init(Tile::kBySlots ? (panel == kRopePanel ? kRopeArrivals : kLatentArrivals)
                                        : source == KeySource::kGathered ? 32
                                                                         : 1);
     }
-    for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4);
+    for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4 * Tile::kCtasPerTile);
   }
   for (int warp = 0; warp < 4; ++warp) {
     shared.m_full[warp].init(1);
@@ -65,6 +67,9 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.landed[0].init(1);
   shared.landed[1].init(1);
   if constexpr (Tile::kQuantized) shared.claimed.index = -1;
+  if constexpr (Tile::kCtasPerTile == 2) {
+    for (Barrier& sent : shared.from_peer.sent) sent.init(1);
+  }
   fa3::fence_barrier_init();
 }
 
@@ -108,8 +113,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   await_previous_kernel();
   allow_next_kernel();
   fa3::begin_packed<Tile>(params, shared, warp);
-  __syncthreads();
-  if (warp < 4) {
+  if constexpr (Tile::kCtasPerTile == 2) {
+    fa3::sync_pair();
+  } else {
+    __syncthreads();
+  }
+  if constexpr (Tile::kFewHeads) {
+    if (warp < 4 || warp >= 12) {
+      produce<Element, Tile>(params, shared, warp < 4 ? warp : warp - 8, source);
+    } else if (warp < 8) {
+      FewHeadsConsumer<Element, Tile, 0>(params, shared).run();
+    } else {
+      FewHeadsConsumer<Element, Tile, 1>(params, shared).run();
+    }
+  } else if (warp < 4) {
     decrease_registers<Tile::kProducerRegisters>();
     produce<Element, Tile>(params, shared, warp, source);
   } else if (warp < 8) {
@@ -119,6 +136,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     increase_registers<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, 1>(params, shared).run();
   }
+  if constexpr (Tile::kCtasPerTile == 2) fa3::sync_pair();  // the other CTA may still arrive at barriers of this one
 }
 
 }  // namespace cutlass_kernels::mla

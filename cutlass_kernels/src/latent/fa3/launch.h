@@ -1,18 +1,65 @@
 // Host side: which problems the kernel takes, its tile, its launch.
 #pragma once
 
+#include <algorithm>
+#include <limits>
 #include <string>
 
 #include "fa3/launch.h"
 #include "fa3/tensor_map.h"
 #include "latent/fa3/kernel.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels::mla {
 
 inline Candidates candidates(const AttentionParams& params, const Device&) {
   TileShape shape = fa3::packed_tile_shape<Tile>(params, packed_heads(params, fa3::kWarpgroupRows));
   shape.has_shares = true;
+  // A split writes 2 KB for each of its heads, which are read again: of a few heads, splits may be shorter.
+  if (params.pages.slots_per_page > 0 && shape.packed_heads <= 32) {
+    shape.least_split_keys = shape.packed_heads <= 16 ? Tile::kBlockN : 2 * Tile::kBlockN;
+  }
   return {{"packed", shape, {}}};
+}
+
+// Of quantized latent caches.
+inline Status describe_caches(const LaunchParams& p, fa3::KernelParams* out) {
+  const fa3::PagesOfMatrix& k = out->k_pages;
+  const auto slots_of = [](std::int64_t pages, int per_page) {
+    return std::uint32_t(std::clamp<std::int64_t>(pages, 0, fa3::kNoPage / per_page) * per_page);
+  };
+  out->first_keys = std::numeric_limits<int>::max();
+  out->caches[0] = {static_cast<const char*>(p.k.data),
+                    k.indices,
+                    p.seqused_k,
+                    p.pages.table_stride,
+                    k.page_bytes,
+                    out->page_size,
+                    out->k_units,
+                    slots_of(p.pages.num_pages, p.pages.slots_per_page),
+                    p.pages.table_width};
+  const SecondSlots& second = p.second;
+  if (second.data == nullptr) {
+    out->caches[1] = out->caches[0];
+    return Status::success();
+  }
+  out->first_keys = keys_before_second(p);
+  PageTable table;
+  table.slots_per_page = second.slots_per_page;
+  table.num_pages = second.num_pages;
+  fa3::PageUnits units;
+  const fa3::PagesOfMatrix pages{second.indices, 0, second.stride_page, second.stride_token};
+  if (Status made = fa3::make_units("second", pages, table, &units); !made.ok()) return made;
+  out->caches[1] = {static_cast<const char*>(second.data),
+                    second.indices,
+                    second.lengths,
+                    second.table_stride,
+                    second.stride_page,
+                    FastDivisor(std::uint32_t(second.slots_per_page)),
+                    units,
+                    slots_of(second.num_pages, second.slots_per_page),
+                    second.table_width};
+  return Status::success();
 }
 
 // The latent columns as k_map and q_map, those of the position as the maps that load.h names.
@@ -41,7 +88,8 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
   if (params.pages.slots_per_page == 0) return Status::success();
   const fa3::RowsOfTensor o{params.o.data,  params.o.stride_token, params.o.stride_head,
                             params.total_q, params.num_qo_heads,   kLatentDim};
-  return fa3::make_output_map(o, params.o_dtype, params.plan.packed_heads, kHalfPanels, &out->k_map);
+  Status made = fa3::make_output_map(o, params.o_dtype, params.plan.packed_heads, kHalfPanels, &out->k_map);
+  return made.ok() && token_format(params.kv_dtype).bytes > 0 ? describe_caches(params, out) : made;
 }
 
 inline std::string refusal(const AttentionParams& p) {
@@ -69,6 +117,7 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                                Tile::kBlockN,
                                Tile::kCtasPerSm,
                                Tile::kCtasPerTile,
+                               Tile::kCtasPerTile,
                                false,
                                &make_maps};
   return fa3::enqueue_kernel(facts, params, stream, &allowed);
@@ -81,7 +130,12 @@ Status launch_quantized(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  return launch_tile<Element, QuantizedTile<kTokens>>(params, stream);
+  if (params.plan.packed_heads <= FewHeadsConsumer<Element, FewHeadsTile<kTokens>, 0>::kHeads) {
+    return launch_tile<Element, FewHeadsTile<kTokens>>(params, stream);
+  }
+  const int head_tiles = params.num_qo_heads / params.plan.packed_heads;
+  return head_tiles % 2 == 0 ? launch_tile<Element, QuantizedPairTile<kTokens>>(params, stream)
+                             : launch_tile<Element, QuantizedTile<kTokens>>(params, stream);
 }
 
 template <class Element>

@@ -25,11 +25,13 @@ struct Tile {
   static constexpr int kStages = 2;
   static constexpr int kCtasPerSm = 1;
   static constexpr int kCtasPerTile = 1;
-  static constexpr int kThreads = 3 * 128;
+  static constexpr int kProducerWarps = 4;
+  static constexpr int kThreads = (kProducerWarps + 8) * 32;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kBySlots = false;
   static constexpr bool kQuantized = false;
+  static constexpr bool kFewHeads = false;     // few_heads.h
   static constexpr int kScales = 0;            // of a token
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
@@ -66,6 +68,21 @@ struct QuantizedTile : SlotsTile {
   static_assert(kFormat.columns == kLatentDim || kFormat.columns + kFormat.positions == kLatentDim);
 };
 
+// A pair of CTAs (fa3/pair.h) with tiles of the same tokens and other heads: each has the keys of both, of which it
+// widens half.
+template <DType kTokens>
+struct QuantizedPairTile : QuantizedTile<kTokens> {
+  static constexpr int kCtasPerTile = 2;
+};
+
+// Of up to 16 heads, which leave registers for twice as many producers: all threads have 128.
+template <DType kTokens>
+struct FewHeadsTile : QuantizedTile<kTokens> {
+  static constexpr bool kFewHeads = true;
+  static constexpr int kProducerWarps = 8;
+  static constexpr int kThreads = (kProducerWarps + 8) * 32;
+};
+
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
 //
 // Matrices are stored as panels of 64 columns, the span of the swizzle: panels 0 to 7 are the latent columns, panel 8
@@ -91,6 +108,12 @@ struct Nothing {};
 struct ClaimedTile {
   int index, head, rank;
   WorkItem work;
+};
+
+// Of CTA 1 of a pair: the jobs that CTA 0 has sent it.
+struct SentJobs {
+  Job jobs[kJobBuffers];
+  Barrier sent[kJobBuffers];  // CTA 0, with their bytes
 };
 
 template <int kStages, int kRows, int kScales>
@@ -144,6 +167,7 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
   SplitTable splits;
+  std::conditional_t<Tile::kCtasPerTile == 2, SentJobs, Nothing> from_peer;
   // Of quantized caches.
   std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
   std::conditional_t<Tile::kQuantized, ScalesOfTokens<Tile::kStages, Tile::kBlockN, Tile::kScales>, Nothing> scales;
