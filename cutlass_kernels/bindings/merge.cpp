@@ -1,9 +1,11 @@
-// _C.merge_state and _C.merge_states: the kernels of merge.h, for tensors that Python allocates; and those of ranks.h.
+// _C.merge_state and _C.merge_states: the kernels of merge.h, for tensors that Python allocates; and those of ranks.h
+// and local_slots.h.
 #include "cutlass_kernels/merge.h"
 
 #include <algorithm>
 
 #include "arguments.h"
+#include "cutlass_kernels/local_slots.h"
 #include "cutlass_kernels/ranks.h"
 #include "enqueue.h"
 #include "functions.h"
@@ -79,12 +81,26 @@ py::object bytes_of_exchange(PyObject* const* given, Py_ssize_t count) {
   return py::int_(exchange_bytes(sizes, world, scatter_heads));
 }
 
+py::object local_slots(PyObject* const* given, Py_ssize_t count) {
+  LocalSlotsParams p;
+  cudaStream_t stream = nullptr;
+  Positional(given, count)
+      .read(p.num_rows, p.lists_per_row, p.width, p.shard.rank, p.shard.world, p.shard.block, p.table_width)
+      .read(p.table_stride, p.num_requests, p.page_size, p.positions, p.lengths, p.page_table, p.batch_indices)
+      .read(p.slots, p.counts, stream)
+      .end();
+  return enqueue([&] { return find_local_slots(p, stream); });
+}
+
 }  // namespace
 
 void add_merge(const py::object& module) {
-  static PyMethodDef functions[] = {function<merge_all>("merge_states"), function<merge_two>("merge_state"),
-                                    function<combine>("combine_ranks"), function<gather>("gather_heads"),
-                                    function<bytes_of_exchange>("exchange_bytes")};
+  static PyMethodDef functions[] = {function<merge_all>("merge_states"),
+                                    function<merge_two>("merge_state"),
+                                    function<combine>("combine_ranks"),
+                                    function<gather>("gather_heads"),
+                                    function<bytes_of_exchange>("exchange_bytes"),
+                                    function<local_slots>("find_local_slots")};
   add_functions(module, functions);
 }
 

@@ -1,4 +1,5 @@
-// In place of the CUDA runtime: a launch of one thread block, which a thread of the host is for each of its own.
+// In place of the CUDA runtime: launches of thread blocks one after the other, with a thread of the host for each of the
+// block's own.
 #pragma once
 
 #include <pthread.h>
@@ -31,6 +32,9 @@ struct cudaLaunchConfig_t {
 static thread_local struct {
   unsigned x = 0;
 } threadIdx;
+static struct {
+  unsigned x = 0;
+} blockIdx;
 
 namespace one_block {
 
@@ -56,11 +60,13 @@ T __shfl_up_sync(unsigned mask, T value, int step) {
   const int lane = int(threadIdx.x % 32);
   return __shfl_sync(mask, value, lane < step ? lane : lane - step);
 }
-inline unsigned __ballot_sync(unsigned mask, bool value) {
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const unsigned first = threadIdx.x / 32 * 32;
+  one_block::of_lanes[threadIdx.x] = value;
+  one_block::wait(one_block::warp_barriers[first / 32]);
   unsigned lanes = 0;
-  for (int lane = 0; lane < 32; ++lane) {
-    lanes |= unsigned(__shfl_sync(mask, int(value), lane)) << lane;
-  }
+  for (unsigned lane = 0; lane < 32; ++lane) lanes |= unsigned(one_block::of_lanes[first + lane]) << lane;
+  one_block::wait(one_block::warp_barriers[first / 32]);
   return lanes;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
@@ -70,6 +76,11 @@ inline int __reduce_max_sync(unsigned mask, int value) {
   return most;
 }
 inline int __ffs(int word) { return __builtin_ffs(word); }
+inline int __popc(unsigned word) { return __builtin_popcount(word); }
+template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
 template <class T>
 T atomicAdd(T* at, T value) {
   return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
@@ -89,13 +100,15 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const unsigned threads = config->blockDim.x;
   pthread_barrier_init(&one_block::barrier, nullptr, threads);
   for (pthread_barrier_t& warp : one_block::warp_barriers) pthread_barrier_init(&warp, nullptr, 32);
-  std::vector<std::thread> all;
-  for (unsigned i = 0; i < threads; ++i) {
-    all.emplace_back([&, i] {
-      threadIdx.x = i;
-      kernel(given...);
-    });
+  for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) {
+    std::vector<std::thread> all;
+    for (unsigned i = 0; i < threads; ++i) {
+      all.emplace_back([&, i] {
+        threadIdx.x = i;
+        kernel(given...);
+      });
+    }
+    for (std::thread& thread : all) thread.join();
   }
-  for (std::thread& thread : all) thread.join();
   return cudaSuccess;
 }

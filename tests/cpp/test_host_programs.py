@@ -18,6 +18,7 @@ CUDA_HEADERS = ("cuda_runtime.h", "cuda_runtime_api.h", "driver_types.h")
     [
         ("contradictions", [LIBRARY / "src/registry/validate.cpp"], ".*cases"),  # each is refused alone
         ("schedule", [], "OK"),  # the kernel that writes tile lists: every tile and split
+        ("local_slots", [], "OK"),  # the kernel of dcp_local_indices()
         ("split_tiles", [], "OK"),  # tiles to combine are those that attention has split
     ],
 )
@@ -26,7 +27,7 @@ def test_program(tmp_path: Path, name: str, sources: list[Path], says: str) -> N
     if not sources:  # device code
         compilers.write_host_cute(tmp_path)
         folders.insert(0, tmp_path)
-    if name == "schedule":
+    if name in ("schedule", "local_slots"):
         for header in CUDA_HEADERS:
             (tmp_path / header).write_text('#include "one_block.h"\n')
     flags = ["-std=c++17", "-O1", "-pthread", *(f"-I{folder}" for folder in folders)]

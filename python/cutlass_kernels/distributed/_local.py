@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from .._core import checks, hints
+from .._compute import kernels
+from .._core import checks, hints, native
 from . import _shards
 
 Lists = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+MOST_OF_PERIOD = 1 << 30  # world * block_size, of the kernel
 
 
 def dcp_local_lengths(
@@ -87,25 +91,89 @@ def dcp_local_indices(
     """
     _check_lists(indices, rank, world, block_size, topk_length)
     compact = checks.flag("compact", compact)
-    here = indices.long() - rank * block_size
-    rounds = here.div(world * block_size, rounding_mode="floor")
-    held = (here - rounds * (world * block_size) < block_size) & (indices >= 0)
-    column = torch.arange(indices.size(-1), device=indices.device)
-    if topk_length is not None:
-        held &= column < _of_rows(topk_length, indices)
-    own = (here - rounds * ((world - 1) * block_size)).masked_fill(~held, -1)
+    pages = None
     if page_table is not None:
-        own = _slots(own, indices, page_table, page_size, batch_indices)
+        pages = _Pages(page_table, _checked_size(indices, page_table, page_size, batch_indices), batch_indices)
     elif page_size is not None or batch_indices is not None:
         name = "batch_indices" if page_size is None else "page_size"
         raise ValueError(f"{name} is given without page_table, this rank's pages: pass both, or neither.")
-    own = own.to(torch.int32)
-    if not compact:
-        return own
-    # A permutation of each row: this rank's tokens from the left, the others from the right.
+    empty = indices.numel() == 0 or (pages is not None and pages.table.numel() == 0)
+    if kernels.move(indices) and not empty and world * block_size < MOST_OF_PERIOD:
+        return _by_kernel(indices, (rank, world, block_size), pages, topk_length, compact)
+    own = _places(indices, rank, world, block_size, topk_length)
+    own = (own if pages is None else pages.slots(own)).to(torch.int32)
+    return _compacted(own) if compact else own
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """This rank's pages of each request, ``[B, M]``, and the request of each row, or None."""
+
+    table: torch.Tensor
+    size: int
+    batch_indices: torch.Tensor | None
+
+    def slots(self, places: torch.Tensor) -> torch.Tensor:
+        """Slots of tokens by their places among those of this rank; -1 for -1, and where the table has no page."""
+        rows, (requests, width) = places.size(0), self.table.shape
+        if self.table.numel() == 0:
+            return torch.full_like(places, -1)
+        if self.batch_indices is not None:
+            request = self.batch_indices.long()
+        else:
+            request = torch.arange(rows, device=places.device) // max(rows // requests, 1)
+        column = places.div(self.size, rounding_mode="floor")
+        exists = (places >= 0) & (column < width) & _of_rows((request >= 0) & (request < requests), places)
+        request = _of_rows(request.clamp(0, requests - 1), places)
+        pages = self.table[request, column.clamp(0, width - 1)].long()
+        return (places + (pages - column) * self.size).masked_fill(~(exists & (pages >= 0)), -1)
+
+
+def _by_kernel(
+    indices: torch.Tensor,
+    shard: tuple[int, int, int],
+    pages: _Pages | None,
+    topk_length: torch.Tensor | None,
+    compact: bool,
+) -> Lists:
+    rows, *heads, width = indices.shape
+    slots = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+    counts = slots.new_empty(rows) if compact else None
+    table = batch_indices = None
+    sizes = (0, 0, 0, 0)
+    if pages is not None:
+        table, batch_indices = pages.table, pages.batch_indices
+        if table.stride(1) != 1 or table.stride(0) < table.size(1):
+            table = table.contiguous()
+        sizes = (table.size(1), table.stride(0), table.size(0), pages.size)
+    read = [x if x is None else x.contiguous() for x in (indices, topk_length)]
+    read += [table, batch_indices if batch_indices is None else batch_indices.contiguous()]
+    addresses = (0 if x is None else x.data_ptr() for x in (*read, slots, counts))
+    kernels.launch(native._C.find_local_slots, indices.device, rows, *(heads or [1]), width, *shard, *sizes, *addresses)
+    return slots if counts is None else (slots, counts)
+
+
+def _places(
+    indices: torch.Tensor, rank: int, world: int, block_size: int, topk_length: torch.Tensor | None
+) -> torch.Tensor:
+    """Places of tokens among those of a rank, int64; -1 for what is not there."""
+    here = indices.long() - rank * block_size
+    rounds = here.div(world * block_size, rounding_mode="floor")
+    held = (here - rounds * (world * block_size) < block_size) & (indices >= 0)
+    if topk_length is not None:
+        held &= torch.arange(indices.size(-1), device=indices.device) < _of_rows(topk_length, indices)
+    return (here - rounds * ((world - 1) * block_size)).masked_fill(~held, -1)
+
+
+def _compacted(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists with this rank's tokens first, and their number by row.
+
+    A permutation of each list: this rank's tokens from the left, the others from the right.
+    """
     held = own >= 0
     until = held.cumsum(-1)
-    place = torch.where(held, until - 1, until + (indices.size(-1) - 1 - column))
+    last = own.size(-1) - 1
+    place = torch.where(held, until - 1, until + last - torch.arange(last + 1, device=own.device))
     counts = held.sum(-1, dtype=torch.int32)
     return torch.empty_like(own).scatter_(-1, place, own), counts if counts.dim() == 1 else counts.amax(1)
 
@@ -137,19 +205,15 @@ def _check_rows(name: str, x: torch.Tensor, indices: torch.Tensor) -> None:
     checks.same_device(indices.device, "indices is", **{name: x})
 
 
-def _of_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _of_rows(x: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
     """``[rows]`` beside the lists."""
-    return x.view(-1, *[1] * (indices.dim() - 1))
+    return x.view(-1, *[1] * (lists.dim() - 1))
 
 
-def _slots(
-    local: torch.Tensor,
-    indices: torch.Tensor,
-    page_table: torch.Tensor,
-    page_size: int | None,
-    batch_indices: torch.Tensor | None,
-) -> torch.Tensor:
-    """Slots of tokens, whose places among those of this rank are ``local``, or -1; -1 where the table has no page."""
+def _checked_size(
+    indices: torch.Tensor, page_table: torch.Tensor, page_size: int | None, batch_indices: torch.Tensor | None
+) -> int:
+    """The page size, where the pages are those of a cache."""
     hints.tensors(page_table=page_table)
     if page_table.dim() != 2 or page_table.dtype != torch.int32:
         raise ValueError(
@@ -159,22 +223,11 @@ def _slots(
     checks.same_device(indices.device, "indices is", page_table=page_table)
     if page_size is None:
         raise ValueError("page_table is given without page_size, the tokens of a page: pass both, or neither.")
-    size = checks.page_size(page_size)
-    rows, (requests, width) = indices.size(0), page_table.shape
     if batch_indices is not None:
         _check_rows("batch_indices", batch_indices, indices)
-        request = batch_indices.long()
-    else:
-        if rows % max(requests, 1):
-            raise ValueError(
-                f"indices has {rows} rows and page_table {requests} requests, which cannot have equally many rows: "
-                "pass batch_indices, the request of each row."
-            )
-        request = torch.arange(rows, device=indices.device) // max(rows // max(requests, 1), 1)
-    if page_table.numel() == 0:
-        return torch.full_like(local, -1)
-    column = local.div(size, rounding_mode="floor")
-    exists = (local >= 0) & (column < width) & _of_rows((request >= 0) & (request < requests), indices)
-    request = _of_rows(request.clamp(0, requests - 1), indices)
-    pages = page_table[request, column.clamp(0, width - 1)].long()
-    return (local + (pages - column) * size).masked_fill(~(exists & (pages >= 0)), -1)
+    elif indices.size(0) % max(page_table.size(0), 1):
+        raise ValueError(
+            f"indices has {indices.size(0)} rows and page_table {page_table.size(0)} requests, which cannot have "
+            "equally many rows: pass batch_indices, the request of each row."
+        )
+    return checks.page_size(page_size)
