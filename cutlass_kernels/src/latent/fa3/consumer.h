@@ -242,7 +242,10 @@ struct Consumer {
   }
   // O += P V of the block is done.
   CUTE_DEVICE void release_values(int block) { release(block, kHalf == 0 ? kLeft : kRight); }
-  CUTE_DEVICE void release_p(int block) { release(block, kRope); }
+  // Of quantized caches, nobody waits for it.
+  CUTE_DEVICE void release_p(int block) {
+    if constexpr (!Tile::kQuantized) release(block, kRope);
+  }
 
   // Of warpgroup 0: the last block of the tile before, through whose memory O went.
   CUTE_DEVICE void release_staging() {

@@ -322,23 +322,23 @@ struct QuantizedGather {
   }
 
   // Widens a half of a block, and begins the half behind it, as soon as its memory is free.
-  CUTE_DEVICE void step(int block, bool second, bool right, bool has_next) {
+  template <bool kSecond>
+  CUTE_DEVICE void step(int block, bool right, bool has_next) {
     const int stage = stage_of<Tile>(block);
-    const int next_stage = stage_of<Tile>(block + second);
-    const std::uint32_t next_empty = phase_of<Tile>(block + second) ^ 1;
-    const bool next_right = right == second;
+    const int next_stage = stage_of<Tile>(block + kSecond);
+    const std::uint32_t next_empty = phase_of<Tile>(block + kSecond) ^ 1;
+    const bool next_right = right == kSecond;
     Barrier& next = empty(next_stage, next_right);
-    bool begins = has_next && next.test(next_empty);
-    if (!second) begins = begins && shared.k_empty[next_stage][kRope].test(next_empty);
-    begins = __all_sync(kAll, begins);
+    // P, in the panel of the positions, is read before either half of the values is given back.
+    const bool begins = __all_sync(kAll, has_next && next.test(next_empty));
     if (begins) {
-      begin_half(next_stage, !second, next_right);
+      begin_half(next_stage, !kSecond, next_right);
       cp_async_wait<1>();
     } else {
       cp_async_wait<0>();
     }
     __syncwarp();
-    widen(stage, second, right);
+    widen(stage, kSecond, right);
     __syncwarp();
     if (lane == 0) {
       const auto arrive = [&](Barrier& barrier, int from_peer) {
@@ -349,19 +349,19 @@ struct QuantizedGather {
         }
       };
       constexpr int kPeerRows = Tile::kBlockN - kCtaRows;
-      if (second) arrive(shared.k_full[stage][kRopePanel], 4 + (Tile::kHasPositions ? kPeerRows * 128 : 0));
+      if (kSecond) arrive(shared.k_full[stage][kRopePanel], 4 + (Tile::kHasPositions ? kPeerRows * 128 : 0));
       arrive(shared.k_full[stage][right ? kHalfPanels : 0], kPeerRows * kHalfPanels * 128);
     }
     if (has_next && !begins) {
       next.wait(next_empty);
-      if (!second) shared.k_empty[next_stage][kRope].wait(next_empty);
-      begin_half(next_stage, !second, next_right);
+      begin_half(next_stage, !kSecond, next_right);
     }
   }
   CUTE_DEVICE void take_blocks(int first_block, int kv_blocks) {
     CUTE_NO_UNROLL
-    for (int half = 0; half < 2 * kv_blocks; ++half) {
-      step(first_block + half / 2, half & 1, (half ^ half / 2) & 1, half + 1 < 2 * kv_blocks);
+    for (int i = 0; i < kv_blocks; ++i) {
+      step<false>(first_block + i, i % 2 != 0, true);
+      step<true>(first_block + i, i % 2 == 0, i + 1 < kv_blocks);
     }
   }
 };
