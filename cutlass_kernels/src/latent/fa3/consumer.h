@@ -79,14 +79,11 @@ struct Consumer {
     const std::uint64_t q = fa3::descriptor_k_major(q_base);
     const std::uint64_t k = fa3::descriptor_k_major(stage_base(block));
     constexpr int kScorePanels = Tile::kHeadDimQk / 64;
-    constexpr int kOtherHalf = kScorePanels - kHalfPanels;  // its first panel, in the order in which S takes them
     CUTE_UNROLL
     for (int n = kFirst ? 0 : kHalfPanels; n < (kFirst ? kHalfPanels : kScorePanels); ++n) {
-      const int panel = n < kHalfPanels  ? n + kHalf * kHalfPanels
-                        : n < kOtherHalf ? kRopePanel
-                                         : n - kOtherHalf + (1 - kHalf) * kHalfPanels;
+      const int panel = score_panel<Tile>(kHalf, n);
       // Of keys by slots, the first panel of a group stands for all.
-      const bool waits = !Tile::kBySlots || n == 0 || n == kHalfPanels || n == kOtherHalf;
+      const bool waits = !Tile::kBySlots || begins_group<Tile>(n);
       if (waits) full[panel].wait(phase);
       if (Tile::kBySlots && !Tile::kHasPositions && n == kHalfPanels) full[kRopePanel].wait(phase);  // for `listed`
       if (Tile::kQuantized && waits) fa3::fence_proxy_async();  // producers do not: gather_quantized.h

@@ -105,13 +105,10 @@ struct FewHeadsConsumer {
     const std::uint64_t q = fa3::descriptor_k_major(q_base);
     const std::uint64_t k = fa3::descriptor_k_major(stage_base(block));
     constexpr int kScorePanels = Tile::kHeadDimQk / 64;
-    constexpr int kOtherHalf = kScorePanels - kHalfPanels;
     CUTE_UNROLL
     for (int n = 0; n < kScorePanels; ++n) {
-      const int panel = n < kHalfPanels  ? n + kHalf * kHalfPanels
-                        : n < kOtherHalf ? kRopePanel
-                                         : n - kOtherHalf + (1 - kHalf) * kHalfPanels;
-      const bool waits = n == 0 || n == kHalfPanels || n == kOtherHalf;
+      const int panel = score_panel<Tile>(kHalf, n);
+      const bool waits = begins_group<Tile>(n);
       if (waits) full[panel].wait(phase);
       if (!Tile::kHasPositions && n == kHalfPanels) full[kRopePanel].wait(phase);  // for `listed`
       if (waits) fa3::fence_proxy_async();

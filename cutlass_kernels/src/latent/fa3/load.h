@@ -58,6 +58,21 @@ CUTE_DEVICE int first_panel(PanelGroup group) {
 }
 CUTE_DEVICE int panel_count(PanelGroup group) { return group == kRope ? 1 : kHalfPanels; }
 
+// The panels of K in the order in which S of the blocks of `owner` takes them: n below kHalfPanels are those of its own
+// half of V, then comes that of the position, if there is one.
+template <class Tile>
+CUTE_DEVICE constexpr int score_panel(int owner, int n) {
+  constexpr int kOtherHalf = Tile::kHeadDimQk / 64 - kHalfPanels;
+  return n < kHalfPanels  ? n + owner * kHalfPanels
+         : n < kOtherHalf ? kRopePanel
+                          : n - kOtherHalf + (1 - owner) * kHalfPanels;
+}
+// Whether that is the first of a group.
+template <class Tile>
+CUTE_DEVICE constexpr bool begins_group(int n) {
+  return n == 0 || n == kHalfPanels || n == Tile::kHeadDimQk / 64 - kHalfPanels;
+}
+
 // Where the KV blocks of a CTA lie: the n-th of all its tiles together.
 template <class Tile>
 CUTE_DEVICE int stage_of(int block) {
