@@ -45,7 +45,6 @@ struct Consumer {
   const int lane;
   const int warp;  // of the warpgroup
   const std::uint32_t q_base, k_base;
-  fa3::Ring<kJobBuffers> jobs;
   std::uint32_t q_phase = 0;
   std::uint32_t state_phase = 0;  // of m_full
   std::uint32_t p_phase = 0;      // of the other warpgroup's p_full
@@ -253,19 +252,14 @@ struct Consumer {
   }
 
   CUTE_DEVICE void run() {
-    while (true) {
-      shared.job_full[jobs.index].wait(jobs.phase);
-      if (shared.jobs[jobs.index].valid == 0) break;
-      compute_tile();
-      shared.job_empty[jobs.index].arrive();
-      jobs.advance();
+    for (fa3::JobReader<Shared<Tile>> jobs(shared); jobs.next(); jobs.release()) {
+      compute_tile(jobs.job());
       tile_parity ^= 1;
     }
     release_staging();
   }
 
-  CUTE_DEVICE void compute_tile() {
-    const Job& job = shared.jobs[jobs.index];
+  CUTE_DEVICE void compute_tile(const Job& job) {
     const int kv_blocks = job.kv_blocks;
     const int key_begin = job.key_begin;
     const IntervalMask mask = fa3::make_mask<true>(params, job.batch, job.qo_len, job.kv_len);

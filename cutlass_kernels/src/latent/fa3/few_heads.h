@@ -66,7 +66,6 @@ struct FewHeadsConsumer {
   const int lane;
   const int warp;  // of the warpgroup
   const std::uint32_t q_base, k_base;
-  fa3::Ring<kJobBuffers> jobs;
   std::uint32_t q_phase = 0;
   int first_block = 0;  // of the tile, among all of the CTA
   int tile_parity = 0;
@@ -191,18 +190,13 @@ struct FewHeadsConsumer {
   }
 
   CUTE_DEVICE void run() {
-    while (true) {
-      shared.job_full[jobs.index].wait(jobs.phase);
-      if (shared.jobs[jobs.index].valid == 0) break;
-      compute_tile();
-      shared.job_empty[jobs.index].arrive();
-      jobs.advance();
+    for (fa3::JobReader<Shared<Tile>> jobs(shared); jobs.next(); jobs.release()) {
+      compute_tile(jobs.job());
       tile_parity ^= 1;
     }
   }
 
-  CUTE_DEVICE void compute_tile() {
-    const Job& job = shared.jobs[jobs.index];
+  CUTE_DEVICE void compute_tile(const Job& job) {
     const int kv_blocks = job.kv_blocks;
     const int own_count = (kv_blocks + 1 - kHalf) / 2;
     CUTE_UNROLL
