@@ -48,6 +48,7 @@ struct TileDefaults {
 
   // Rows of K and V are gathered: the page size is no multiple of 8, or they are to be converted (load_gather.h).
   static constexpr bool kGather = false;
+  static constexpr bool kBySlots = false;  // keys by slots: a row is a request, which sees all of its keys
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
   static constexpr bool kSharesKeys = false;  // whether tiles with the same keys follow one another

@@ -18,18 +18,19 @@ namespace cutlass_kernels::fa3 {
 // ---- What a CTA does before its first packed tile, by all its threads; a barrier follows.
 
 // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima.
-template <class Tile, class SharedMemory>
+template <class Tile, int kRows, class SharedMemory>
 CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& shared) {
-  if (params.packed.tokens * params.packed.heads.divisor >= kWarpgroupRows) return;
+  if (params.packed.tokens * params.packed.heads.divisor >= kRows) return;
   auto* q = reinterpret_cast<uint4*>(shared.q);
   for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
   fence_proxy_async();
 }
 
-template <class Tile, class SharedMemory>
+template <class Tile, int kRows = kWarpgroupRows, class SharedMemory>
 CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
-  if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
-  clear_unused_rows<Tile>(params, shared);
+  const bool are_equal = Tile::kBySlots && params.attention.plan.equal_splits > 0;
+  if (warp == 0 && !are_equal && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  clear_unused_rows<Tile, kRows>(params, shared);
 }
 
 // ---- The scheduler warp: finds the tiles of the CTA and publishes them as jobs.
@@ -56,6 +57,7 @@ class TileClaims {
     const LaunchParams& p = params_.attention;
     const int count = ranks_ * params_.heads;
     const auto find_split = [&](int split) {
+      if (Tile::kBySlots && p.plan.equal_splits > 0) return equal_split(p, split);
       if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
       return RequestSplits{};
     };
@@ -143,21 +145,12 @@ CUTE_DEVICE void keep_blocks(Job& job, int begin, int end) {
   job.kv_blocks = end - begin;
 }
 
-// The job of a tile. kCustomMask: a custom mask may hide keys from all rows of a tile.
-template <class Tile, bool kCustomMask>
-CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, int head, int rank, Job& job) {
+// The keys that rows [row_begin, row_end) of a request see, at most. kCustomMask: a custom mask may hide keys from all
+// of them.
+template <bool kCustomMask>
+CUTE_DEVICE void find_visible_keys(const KernelParams& params, const WorkItem& work, int row_begin, int row_end,
+                                   int rank, Job& job) {
   const IntervalMask mask = make_mask<kCustomMask>(params, work.batch, work.qo_len, work.kv_len);
-  const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
-  const int row_begin = work.tile * tile_rows;
-  const int row_end = min(row_begin + tile_rows, work.qo_len);
-  job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
-  job.kv_head = int(params.group_size.divide(job.head));
-  job.batch = work.batch;
-  job.row_begin = row_begin;
-  job.q_end = work.q_begin + work.qo_len;
-  job.qo_len = work.qo_len;
-  job.kv_begin = work.kv_begin;
-  job.kv_len = work.kv_len;
   const std::int32_t* mask_indptr = params.attention.mask.indptr;
   job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
   // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
@@ -178,6 +171,28 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
     }
   }
   job.key_begin = params.box_rows > 0 ? job.visible_begin & -params.box_rows : job.visible_begin;
+}
+
+// The job of a tile. kCustomMask: a custom mask may hide keys from all rows of a tile.
+template <class Tile, bool kCustomMask>
+CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, int head, int rank, Job& job) {
+  const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
+  const int row_begin = work.tile * tile_rows;
+  const int row_end = min(row_begin + tile_rows, work.qo_len);
+  job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
+  job.kv_head = int(params.group_size.divide(job.head));
+  job.batch = work.batch;
+  job.row_begin = row_begin;
+  job.q_end = work.q_begin + work.qo_len;
+  job.qo_len = work.qo_len;
+  job.kv_begin = work.kv_begin;
+  job.kv_len = work.kv_len;
+  if constexpr (Tile::kBySlots) {
+    job.visible_begin = job.key_begin = 0;
+    job.visible_end = work.kv_len;
+  } else {
+    find_visible_keys<kCustomMask>(params, work, row_begin, row_end, rank, job);
+  }
   job.kv_blocks = max((job.visible_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
   if constexpr (Tile::kPacked) {
     job.partial_row = work.partial_row;

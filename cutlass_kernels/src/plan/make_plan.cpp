@@ -111,12 +111,13 @@ Status plan_without_list(const AttentionParams& params, const Device& device, co
     WorkspaceLayout split_layout = layout;
     add_partial_results(params, rows, &with_partials, &split_layout);
     const std::int64_t longest = is_batch(params) ? tiles_of_longest(params, tile.rows) : tile_indices;
-    // Of a batch, one per request more than are shared out.
-    const std::int64_t of_request = splits / params.batch_size - (params.batch_size > 1 ? 1 : 0);
+    // Of a batch whose requests differ, one per request more than are shared out.
+    const bool are_shared_out = params.batch_size > 1 && rule.per_request == 0;
+    const std::int64_t of_request = splits / params.batch_size - (are_shared_out ? 1 : 0);
     const std::int64_t counters = combine_counters(params, tile, rows);
     const bool combines =
         options.call_counters && counters <= kCombineCallCounters && combines_in_kernel(params, tile, of_request);
-    if (params.batch_size > 1 && !combines) {
+    if (are_shared_out && !combines) {
       split_layout.split_tiles = with_partials.add(std::size_t(longest) * params.batch_size * sizeof(SplitTile));
     }
     if (with_partials.bytes() <= options.workspace_bytes) {
@@ -126,6 +127,7 @@ Status plan_without_list(const AttentionParams& params, const Device& device, co
       tile_indices = longest * splits;
       if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
       plan->num_splits = std::int32_t(splits);
+      plan->equal_splits = rule.per_request;
       plan->partial_rows = std::int32_t(rows);
       plan->split_tile_capacity = std::int32_t(longest * params.batch_size);
       plan->combine_counters = combines ? std::int32_t(counters) : 0;

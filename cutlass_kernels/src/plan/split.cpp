@@ -224,8 +224,7 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
   const std::int64_t requests = params.batch_size;
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);
   if (rule.wave <= 0 || tiles == 0) return requests;
-  // Of several requests, one more each than are shared out.
-  if (rule.per_request > 0) return rule.per_request == 1 ? requests : (rule.per_request + 1) * requests;
+  if (rule.per_request > 0) return rule.per_request * requests;
   std::int64_t splits = items_for(rule, tiles * requests) / tiles;
   splits = std::min(splits, requests * rule.most_splits);
   if (requests == 1) return std::max<std::int64_t>(combined_at_once(splits), 1);

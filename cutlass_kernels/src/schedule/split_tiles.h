@@ -17,9 +17,23 @@ CUTE_DEVICE bool is_inside(const LaunchParams& p, const SplitTile& tile) {
          tile.kv_len >= 0 && (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
 }
 
-// Of a call with one request, which nobody describes.
-CUTE_DEVICE SplitTile tile_of_one(const LaunchParams& p, int index) {
+// Of a call with one request, or with equal_splits, which nobody describes.
+CUTE_DEVICE SplitTile undescribed_tile(const LaunchParams& p, int index) {
   const LaunchPlan& plan = p.plan;
+  if (plan.equal_splits > 0) {
+    const RowsOfRequest rows = rows_of_request(p, index);
+    const KeysOfRequest keys = keys_of_request(p, index);
+    const int row_count = min(rows.length, p.max_qo_len);
+    return {rows.begin,
+            row_count,
+            index * plan.equal_splits * rows_of_split(p),
+            plan.equal_splits,
+            rows.begin + row_count,
+            keys.begin,
+            keys.length,
+            index,
+            0};
+  }
   RowsOfRequest rows{0, int(p.total_q)};
   RequestSplits splits{0, 0, plan.num_splits, {0, int(p.total_kv)}};
   int split_rows = plan.tile_rows;
@@ -60,7 +74,7 @@ CUTE_DEVICE SplitTile tile_at(const LaunchParams& p, int index) {
   const LaunchPlan& plan = p.plan;
   SplitTile tile;
   if (plan.split_tiles == nullptr) {
-    tile = tile_of_one(p, index);
+    tile = undescribed_tile(p, index);
   } else {
     static_assert(sizeof(SplitTile) == 3 * sizeof(int4));
     const int4* words = reinterpret_cast<const int4*>(plan.split_tiles) + 3 * std::int64_t(index);

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 0) init_barriers<Tile>(shared, source);
   await_previous_kernel();
   allow_next_kernel();
-  fa3::begin_packed<Tile>(params, shared, warp);
+  fa3::begin_packed<Tile, Tile::kQRows>(params, shared, warp);
   if constexpr (Tile::kCtasPerTile == 2) {
     fa3::sync_pair();
   } else {
