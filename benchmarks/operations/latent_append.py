@@ -176,7 +176,7 @@ def ours(library: Any) -> list[Backend]:
 
 
 def latent_append(dtype: str) -> list[LatentAppend]:
-    """A decode step of one request up to a prompt of 64k tokens."""
+    """A decode step of one request up to a prompt of 64k tokens. "v4.1_tokens" has the bytes of "v4.1_pages"."""
     plain = [name for name in latent_formats.FORMATS if name != "v4.1_tokens"]
     counts = (1, 64, 1024, 4096, 16384, 65536)
     cases = [LatentAppend(count, name, None, dtype) for name in plain for count in counts]
@@ -189,7 +189,7 @@ OPERATION = Operation(
     ("TB/s", "us"),
     ours,
     [Backend("copy", False, frozenset(), needs_cuda, _copy)],
-    {"latent_append": Workload("1 to 64k tokens of each format, rotated or not", latent_append)},
+    {"latent_append": Workload("1 to 64k tokens of four formats, rotated or not", latent_append)},
     "latent_append",
     ("auto", "two_calls", "copy"),
     make_sets,

@@ -28,35 +28,29 @@ __device__ inline float divide(float x, float divisor, float factor) {
 
 // The scale of a group. Numbers are divided by it in fp32, as by `/`.
 template <bool kPowers>
-struct GroupScale;
-
-template <>
-struct GroupScale<true> {
-  std::uint32_t exponent;  // of the least power of two that is not below absmax / 448, as ue8m0: 255 is NaN
-
-  __device__ explicit GroupScale(float absmax) {
-    // 448 is 1.75 * 2^8: what is added carries where the mantissa is above 1.75.
-    const std::uint32_t bits = __float_as_uint(fmaxf(absmax, kLeastOfPowers));
-    exponent = absmax < INFINITY ? ((bits + 0x1fffff) >> 23) - 8 : 255;
-  }
-  __device__ float scale() const { return exponent == 255 ? NAN : __uint_as_float(exponent << 23); }
-  __device__ void divide_all(float (&x)[kColumns]) const {
-    const float factor = exponent == 255 ? NAN : __uint_as_float((254 - exponent) << 23);
-    CUTE_UNROLL
-    for (int i = 0; i < kColumns; ++i) x[i] *= factor;
-  }
-};
-
-template <>
-struct GroupScale<false> {
+struct GroupScale {
   float value;
 
   __device__ explicit GroupScale(float absmax) {
-    value = absmax < INFINITY ? fmaxf(divide(absmax, kLargest, 1.0f / kLargest), FLT_MIN) : INFINITY;
+    if constexpr (kPowers) {  // the least power of two that is not below absmax / 448
+      // 448 is 1.75 * 2^8: what is added carries where the mantissa is above 1.75.
+      const std::uint32_t bits = __float_as_uint(fmaxf(absmax, kLeastOfPowers));
+      value = absmax < INFINITY ? __uint_as_float(((bits + 0x1fffff) & 0x7f800000) - (8 << 23)) : NAN;
+    } else {
+      value = absmax < INFINITY ? fmaxf(divide(absmax, kLargest, 1.0f / kLargest), FLT_MIN) : INFINITY;
+    }
   }
-  __device__ float scale() const { return value; }
+  // Of a power of two, as ue8m0: 255 is NaN.
+  __device__ char exponent() const { return char(__float_as_uint(value) >> 23); }
+
   __device__ void divide_all(float (&x)[kColumns]) const {
     const bool is_finite = value < INFINITY;
+    if constexpr (kPowers) {
+      const float factor = is_finite ? __uint_as_float((254u << 23) - __float_as_uint(value)) : NAN;
+      CUTE_UNROLL
+      for (int i = 0; i < kColumns; ++i) x[i] *= factor;
+      return;
+    }
     float divisor = is_finite ? value : 1.0f;  // infinity: x * 0
     if (divisor < 0x1p-80f) {                  // remainders would be subnormal
       divisor *= 0x1p64f;
@@ -83,9 +77,10 @@ __device__ float2 widen(std::uint32_t word) {
   }
 }
 
-// Of the columns of kLanes lanes. NaN is no maximum.
-template <class In, int kLanes>
-__device__ float absmax_of(const Unit<In, 8> (&x)[2]) {
+// Of the columns of 2, 4 or 8 lanes. NaN is no maximum. Shuffles beyond the group are not skipped but ignored: this
+// takes no branch.
+template <class In>
+__device__ float absmax_of(const Unit<In, 8> (&x)[2], int lanes_log2) {
   using Pair = typename In::Pair;
   const auto pair_of = [](std::uint32_t word) {
     Pair pair;
@@ -96,10 +91,11 @@ __device__ float absmax_of(const Unit<In, 8> (&x)[2]) {
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) largest = __hmax2(largest, __habs2(pair_of(x[i / 4].chunk.words[i % 4])));
   CUTE_UNROLL
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+  for (int i = 0; i < 3; ++i) {
     std::uint32_t word;
     std::memcpy(&word, &largest, 4);
-    largest = __hmax2(largest, pair_of(__shfl_xor_sync(kAllLanes, word, distance)));
+    const Pair other = pair_of(__shfl_xor_sync(kAllLanes, word, 1 << i));
+    if (i == 0 || i < lanes_log2) largest = __hmax2(largest, other);
   }
   const float2 both = In::decode(largest);
   return fmaxf(both.x, both.y);

@@ -75,7 +75,9 @@ struct Rotation {
 struct Params {
   SlotMap slots;
   TokenFormat format;
-  Rows first, others;  // columns of tokens
+  int group_lanes_log2;  // of the 2, 4 or 8 lanes that share a scale
+  bool powers_of_two;    // scales are
+  Rows first, others;    // columns of tokens
   int first_columns;
   int loaded_columns;  // of e4m3, as they come
   int rope_column;     // of a token, where its RoPE columns begin; -1: it has none
@@ -182,31 +184,38 @@ struct Target {
   }
 };
 
-// Quantizes 16 columns of each lane, and stores them with their scales.
-template <class In, int kGroup, bool kPowers>
-__device__ void store_columns(const Params& p, const Target& to, const Unit<In, 8> (&x)[2], int lane) {
-  constexpr int kLanes = kGroup / kColumns;
-  const GroupScale<kPowers> scale(absmax_of<In, kLanes>(x));
+// Quantizes the columns of the warp's tokens, 16 of each lane, and stores them with their scales. kPowers: scales are
+// powers of two. A branch in the loop would add about 12 instructions per token.
+template <class In, bool kPowers>
+__device__ void store_columns(const Params& p, const Target& target, const Unit<In, 8> (&x)[kTokens][2], int tokens) {
+  const int lane = threadIdx.x % 32;
   const bool has_columns = lane * kColumns < p.format.columns;
-  if (has_columns) {
-    float columns[kColumns];
-    CUTE_UNROLL
-    for (int i = 0; i < kColumns; i += 2) {
-      const float2 pair = widen<In>(x[i / 8].chunk.words[i % 8 / 2]);
-      columns[i] = pair.x, columns[i + 1] = pair.y;
+  int group = lane >> p.group_lanes_log2;
+  if (group << p.group_lanes_log2 != lane) group = -1;  // another lane stores its scale
+  CUTE_UNROLL
+  for (int i = 0; i < kTokens; ++i) {
+    if (i == tokens) break;
+    const Target to = target.of_lane(i * kRopeLanes);
+    if (to.record < 0) continue;
+    const GroupScale<kPowers> scale(absmax_of<In>(x[i], p.group_lanes_log2));
+    if (has_columns) {
+      float columns[kColumns];
+      CUTE_UNROLL
+      for (int j = 0; j < kColumns; j += 2) {
+        const float2 pair = widen<In>(x[i][j / 8].chunk.words[j % 8 / 2]);
+        columns[j] = pair.x, columns[j + 1] = pair.y;
+      }
+      scale.divide_all(columns);
+      store_narrow(columns, p.cache + to.record + lane * kColumns, __NV_E4M3);
     }
-    scale.divide_all(columns);
-    store_narrow(columns, p.cache + to.record + lane * kColumns, __NV_E4M3);
-  }
-  if (lane % kLanes != 0) return;
-  char* const scales = p.cache + to.scales;
-  if constexpr (kPowers) {
-    if (p.format.has_exponents) {  // those behind the columns are padding
-      scales[lane / kLanes] = has_columns ? char(scale.exponent) : char(0);
-      return;
+    if (group < 0) continue;
+    char* const scales = p.cache + to.scales;
+    if (kPowers && p.format.has_exponents) {  // those behind the columns are padding
+      scales[group] = has_columns ? scale.exponent() : char(0);
+    } else {
+      reinterpret_cast<float*>(scales)[group] = scale.value;
     }
   }
-  reinterpret_cast<float*>(scales)[lane / kLanes] = scale.scale();
 }
 
 template <class In>
@@ -220,8 +229,8 @@ __device__ void store_rope(const Unit<In, 8>& x, char* to) {
   }
 }
 
-// kGroup: columns of a scale; kPowers: whether scales are powers of two; kRotates: whether there is a table of angles.
-template <class In, int kGroup, bool kPowers, bool kRotates>
+// kRotates: whether there is a table of angles.
+template <class In, bool kRotates>
 __global__ void __launch_bounds__(kThreads, kRotates ? 6 : 8) append_kernel(const __grid_constant__ Params p) {
   await_previous_kernel();
   allow_next_kernel();  // all that it reads before this kernel ends was written before this kernel began
@@ -282,11 +291,10 @@ __global__ void __launch_bounds__(kThreads, kRotates ? 6 : 8) append_kernel(cons
 
   // ---- Stores. ----
   const Target target(p, slot);
-  CUTE_UNROLL
-  for (int i = 0; i < kTokens; ++i) {
-    if (i == tokens) break;
-    const Target to = target.of_lane(i * kRopeLanes);
-    if (to.record >= 0) store_columns<In, kGroup, kPowers>(p, to, x[i], lane);
+  if (p.powers_of_two) {
+    store_columns<In, true>(p, target, x, tokens);
+  } else {
+    store_columns<In, false>(p, target, x, tokens);
   }
   if (p.format.positions > 0 && target.record >= 0) {
     store_rope(rope, p.cache + target.record + p.format.positions_at + 2 * rope_column);
@@ -380,20 +388,6 @@ std::string fault_of_rotation(const RopeParams& given) {
   return "";
 }
 
-template <class In, bool kRotates>
-auto kernel_of(int group, bool powers_of_two) -> void (*)(Params) {
-  if (group == 32) return append_kernel<In, 32, true, kRotates>;
-  if (group == 64) return append_kernel<In, 64, true, kRotates>;
-  return powers_of_two ? append_kernel<In, 128, true, kRotates> : append_kernel<In, 128, false, kRotates>;
-}
-
-template <class In>
-auto kernel_of(const AppendQuantizedParams& params, bool rotates) -> void (*)(Params) {
-  const int group = token_format(params.cache_dtype).group;
-  return rotates ? kernel_of<In, true>(group, params.power_of_two_scales)
-                 : kernel_of<In, false>(group, params.power_of_two_scales);
-}
-
 Rows rows(const void* data, std::int64_t stride, std::int64_t stride_head = 0) {
   return {static_cast<char*>(const_cast<void*>(data)), 2 * stride, 2 * stride_head};
 }
@@ -426,6 +420,8 @@ Status append(const RopeParams* rope, const AppendQuantizedParams& params, cudaS
   Params p{};
   p.slots = SlotMap(params);
   p.format = format;
+  p.group_lanes_log2 = format.group == 128 ? 3 : format.group == 64 ? 2 : 1;
+  p.powers_of_two = format.has_exponents || params.power_of_two_scales;
   p.first = rows(params.first, params.first_stride);
   p.others = rows(params.others, params.others_stride);
   p.first_columns = params.first_columns;
@@ -451,8 +447,9 @@ Status append(const RopeParams* rope, const AppendQuantizedParams& params, cudaS
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
   config.numAttrs = has_dependent_launch(device.compute_capability) ? 1 : 0;
-  const auto kernel = params.dtype == DType::kFloat16 ? kernel_of<fp16>(params, rope != nullptr)
-                                                      : kernel_of<bf16>(params, rope != nullptr);
+  const bool is_fp16 = params.dtype == DType::kFloat16;
+  const auto kernel = rope != nullptr ? (is_fp16 ? append_kernel<fp16, true> : append_kernel<bf16, true>)
+                                      : (is_fp16 ? append_kernel<fp16, false> : append_kernel<bf16, false>);
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, p);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the kernel that quantizes tokens", error);
 }
