@@ -1,7 +1,8 @@
 # The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in (of 8-bit queries
-# attention_fp8.cu.in), and one entry of list_kernels(), or two (16bit: float16 and bfloat16). A unit contains every
-# variant its kernel has for run-time features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head
-# dimensions between two rows are served by the larger one, zero-padded on load.
+# attention_fp8.cu.in), and one entry of list_kernels(), or several (16bit: float16 and bfloat16; latent_528: the formats
+# of quantized latent caches with 528 bytes per token). A unit contains every variant its kernel has for run-time
+# features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head dimensions between two rows are served
+# by the larger one, zero-padded on load.
 # Of two elements the first is that of the queries, the second that of the keys and values. Kernels write the type of
 # the queries, those of fp8 queries both types of 16 bits; unsupported types are computed from copies of 16 bits.
 #
@@ -60,3 +61,4 @@ ck_instance(fa3     float16                576  512  90  90       interval_mask 
 ck_instance(fa3     bfloat16               576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv general_mask TEMPLATE latent/fa3/attention.cu.in)
 ck_instance(fa3     bfloat16/latent_v32    576  512  90  90       interval_mask soft_cap sinks paged_kv TEMPLATE latent/fa3/quantized.cu.in)
 ck_instance(fa3     bfloat16/latent_v4     512  512  90  90       interval_mask soft_cap sinks paged_kv TEMPLATE latent/fa3/quantized.cu.in)
+ck_instance(fa3     bfloat16/latent_528    512  512  90  90       interval_mask soft_cap sinks paged_kv TEMPLATE latent/fa3/quantized.cu.in)

@@ -38,7 +38,13 @@ ROWS = {
 }
 LATENT = (576, 512)  # values are columns of the keys
 LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), without custom masks"
-TOKENS = {"latent_v32": "tokens of 656 bytes", "latent_v4": "of 584 bytes (quantized latent caches)"}
+# Elements of rows of which each stands for several, as in add_instances.cmake.
+TYPES = {
+    "16bit": ("float16", "bfloat16"),
+    "latent_528": ("latent_v32_nope", "latent_v41_by_page", "latent_v41_by_token"),
+}
+TOKENS = {"latent_v32": "tokens of 656 bytes", "latent_v4": "of 584 bytes"}
+TOKENS |= dict.fromkeys(TYPES["latent_528"], "of 528 bytes (quantized latent caches)")
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
 
@@ -51,17 +57,18 @@ def parse_instances(text: str) -> list[dict[str, Any]]:
         element, _, kv_dtype = dtypes.partition("/")
         kernels += [
             {
-                "name": "_".join(filter(None, (backend, dtype, kv_dtype, f"hd{dims}"))),
+                "name": "_".join(filter(None, (backend, dtype, of_keys, f"hd{dims}"))),
                 "backend": backend,
                 "q_dtype": dtype,
-                "kv_dtype": kv_dtype or dtype,
+                "kv_dtype": of_keys or dtype,
                 "head_dim_qk": int(qk),
                 "head_dim_vo": int(vo),
                 "features": features,
                 "min_compute_capability": int(least),
                 "max_compute_capability": int(most),
             }
-            for dtype in (("float16", "bfloat16") if element == "16bit" else (element,))
+            for dtype in TYPES.get(element, (element,))
+            for of_keys in TYPES.get(kv_dtype, (kv_dtype,))
         ]
     return kernels
 
@@ -102,9 +109,9 @@ def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     and those of quantized latent caches none.
     """
     types = ", ".join(dict.fromkeys(k["q_dtype"] for k in kernels))
-    narrow = dict.fromkeys(k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"])
+    narrow = [k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"]]
     if narrow:
-        types += f"; keys and values also {', '.join(TOKENS.get(x, x) for x in narrow)}"
+        types += f"; keys and values also {', '.join(dict.fromkeys(TOKENS.get(x, x) for x in narrow))}"
     separate = [
         kernel
         for kernel in kernels

@@ -43,6 +43,7 @@ struct Call {
   Keys k, v, k_rope;
   Matrix queries;
   std::optional<DType> token_dtype;  // of a quantized latent cache, in the place of the dtype of its bytes
+  int token_bytes = 0;               // as they are stored
   Backend backend = Backend::kAuto;
   int device = 0;
   bool hnd = false;                  // keys and values have heads before tokens

@@ -76,6 +76,21 @@ bool read_backend(PyObject* object, Backend* backend) {
   return false;
 }
 
+bool read_kv_format(PyObject* object, DType* dtype) {
+  constexpr std::pair<const char*, DType> kNames[] = {{"v3.2", DType::kLatentV32},
+                                                      {"v3.2_nope", DType::kLatentV32Nope},
+                                                      {"v4", DType::kLatentV4},
+                                                      {"v4.1_pages", DType::kLatentV41ByPage},
+                                                      {"v4.1_tokens", DType::kLatentV41ByToken}};
+  for (const auto& [name, type] : kNames) {
+    if (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, name) == 0) {
+      *dtype = type;
+      return true;
+    }
+  }
+  return false;
+}
+
 // --- tensors ---
 
 bool is_ordinary(std::int64_t stride, int item_bytes) {

@@ -28,6 +28,8 @@ bool is_text(PyObject* object, const char* text);
 bool read_layout(PyObject* object, bool* hnd);
 /// "auto" or a backend's name.
 bool read_backend(PyObject* object, Backend* backend);
+/// kv_format: how the tokens of a quantized latent cache are stored, by a name of latent_formats.py.
+bool read_kv_format(PyObject* object, DType* dtype);
 
 constexpr std::int64_t kMostKeys = std::int64_t(1) << 30;  // an estimate, which needs to go no further
 /// A bound of lengths: more than there can be is no limit.

@@ -1,7 +1,6 @@
 // _C.append_quantized: tokens to slots of a quantized latent cache, as a direct call (direct.h).
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "common/token_format.h"
 #include "cutlass_kernels/rope.h"
@@ -24,22 +23,6 @@ bool read_columns(const Torch& torch, PyObject* object, TokenColumns* tokens) {
   Tensor& tensor = tokens->tensor;
   return torch.read(object, &tensor) && tensor.ndim == 2 && tensor.device.device_type == kDLCUDA &&
          is_contiguous(tensor, 1) && tensor.shape[1] <= kMostOfRow && dtype_of(tensor, &tokens->dtype);
-}
-
-/// Of a name of latent_formats.py.
-bool read_token_type(PyObject* name, DType* dtype) {
-  constexpr std::pair<const char*, DType> kNames[] = {{"v3.2", DType::kLatentV32},
-                                                      {"v3.2_nope", DType::kLatentV32Nope},
-                                                      {"v4", DType::kLatentV4},
-                                                      {"v4.1_pages", DType::kLatentV41ByPage},
-                                                      {"v4.1_tokens", DType::kLatentV41ByToken}};
-  for (const auto& [text, type] : kNames) {
-    if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, text) == 0) {
-      *dtype = type;
-      return true;
-    }
-  }
-  return false;
 }
 
 /// Arguments, in this order. Where there are no positions, those from the queries on are None, or flags without
@@ -106,7 +89,7 @@ py::object append_quantized(PyObject* const* given, Py_ssize_t count) {
   Integers slots;
   AppendQuantizedParams params;
   if (!read_columns(torch, given[kFirst], &first) || !torch.read(given[kCache], &cache) || cache.ndim != 4 ||
-      cache.item_bytes() != 1 || !read_token_type(given[kFormat], &params.cache_dtype)) {
+      cache.item_bytes() != 1 || !read_kv_format(given[kFormat], &params.cache_dtype)) {
     return py::none();
   }
   const int device = first.tensor.device.device_id;

@@ -15,10 +15,6 @@
 namespace cutlass_kernels {
 namespace {
 
-bool is_string(PyObject* object, const char* text) {
-  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
-}
-
 bool is_of_bytes(const Tensor& x) {
   const auto has_type = [&](DLDataTypeCode code) { return x.dtype.code == code && x.dtype.lanes == 1; };
   return x.dtype.bits == 8 && (has_type(kDLUInt) || has_type(kDLInt) || has_type(kDLFloat8_e4m3fn));
@@ -29,17 +25,27 @@ bool is_of_bytes(const Tensor& x) {
 bool read_quantized_cache(Call* call) {
   Tensor& k = call->k.tensor;
   Tensor& v = call->v.tensor;
-  DType of_numbers;
-  if (!call->is_given(kKvFormat) && dtype_of(k, &of_numbers)) return true;
+  DType of_numbers, type = DType::kLatentV32;
   const auto last = std::size_t(std::max(k.ndim - 1, 0));
-  const bool v4 = k.shape[last] == token_format(DType::kLatentV4).bytes;
-  const DType type = v4 ? DType::kLatentV4 : DType::kLatentV32;
-  const TokenFormat format = token_format(type);
+  if (call->is_given(kKvFormat)) {
+    if (!read_kv_format(call->at(kKvFormat), &type)) return false;
+  } else if (dtype_of(k, &of_numbers)) {
+    return true;
+  } else if (k.shape[last] == token_format(DType::kLatentV4).bytes) {
+    type = DType::kLatentV4;
+  }
+  call->token_bytes = token_format(type).bytes;
   if (!is_of_bytes(k) || !call->is_given(kKvIndicesPerToken) || call->is_given(kKRope) ||
-      k.shape[last] != format.bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
-      v.strides != k.strides || (call->is_given(kKvFormat) && !is_string(call->at(kKvFormat), v4 ? "v4" : "v3.2"))) {
+      k.shape[last] != call->token_bytes || v.data != k.data || v.ndim != k.ndim || v.shape != k.shape ||
+      v.strides != k.strides) {
     return false;
   }
+  // Without the columns of the position, both formats are read alike.
+  const std::int64_t columns = call->q.shape[std::size_t(std::max(call->q.ndim - 1, 0))];
+  if (type == DType::kLatentV32 && columns == mla::kLatentDim && !call->is_given(kQRope)) {
+    type = DType::kLatentV32Nope;
+  }
+  const TokenFormat format = token_format(type);
   if (format.by_page) {
     const auto token = std::size_t(1 + call->hnd), head = std::size_t(1 + !call->hnd);
     if (k.ndim != 4 || k.shape[head] != 1 || (k.shape[token] > 1 && k.strides[token] != format.bytes)) return false;
@@ -212,7 +218,7 @@ bool read_second_cache(Call* call) {
   const bool in_pages = cache.ndim == 4;
   const auto last = std::size_t(cache.ndim - 1);
   const auto token = last - 2 + call->hnd, head = last - 2 + !call->hnd;
-  if (cache.shape[last] != format.bytes || cache.strides[last] != 1 || cache.shape[head] != 1 ||
+  if (cache.shape[last] != call->token_bytes || cache.strides[last] != 1 || cache.shape[head] != 1 ||
       (format.by_page && (!in_pages || (cache.shape[token] > 1 && cache.strides[token] != format.bytes)))) {
     return false;
   }

@@ -1,6 +1,6 @@
 # What instances.cmake consists of: ck_backends(), and rows of ck_instance(), of which each that passes the CK_* filters
 # becomes a generated .cu file and a line of the registry table.
-ck_only_known(CK_DTYPES float16 bfloat16 float8_e4m3fn float8_e5m2 latent_v32 latent_v4)
+ck_only_known(CK_DTYPES float16 bfloat16 float8_e4m3fn float8_e5m2 latent_v32 latent_v4 latent_528)
 foreach(arch IN LISTS CK_ARCHS)
   if(NOT arch MATCHES "^(80|86|87|89|90|10[0-9]|110|12[0-9]|ptx)$")
     message(FATAL_ERROR "CK_ARCHS: '${arch}' is not known; give compute capabilities such as 80 or 90, and ptx")
@@ -21,13 +21,20 @@ set(CK_CPP_DTYPE_float8_e4m3fn "DType::kFloat8E4M3")
 set(CK_CPP_DTYPE_float8_e5m2 "DType::kFloat8E5M2")
 set(CK_CPP_DTYPE_latent_v32 "DType::kLatentV32")
 set(CK_CPP_DTYPE_latent_v4 "DType::kLatentV4")
+set(CK_CPP_DTYPE_latent_v32_nope "DType::kLatentV32Nope")
+set(CK_CPP_DTYPE_latent_v41_by_page "DType::kLatentV41ByPage")
+set(CK_CPP_DTYPE_latent_v41_by_token "DType::kLatentV41ByToken")
 set(CK_TOKEN_latent_v32 kLatentV32)
 set(CK_TOKEN_latent_v4 kLatentV4)
+set(CK_TOKEN_latent_528 kLatentV41ByPage)
 set(CK_TOKEN_16bit Any16Bit)
 set(CK_TOKEN_float16 fp16)
 set(CK_TOKEN_bfloat16 bf16)
 set(CK_TOKEN_float8_e4m3fn e4m3)
 set(CK_TOKEN_float8_e5m2 e5m2)
+# Names of rows that stand for several types, of which one kernel takes any.
+set(CK_TYPES_16bit float16 bfloat16)
+set(CK_TYPES_latent_528 latent_v32_nope latent_v41_by_page latent_v41_by_token)
 set(CK_TEMPLATE_16bit attention.cu.in)
 set(CK_TEMPLATE_float16 attention.cu.in)
 set(CK_TEMPLATE_bfloat16 attention.cu.in)
@@ -134,7 +141,8 @@ macro(ck_backend name)
 endmacro()
 
 # CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries. "16bit" is
-# a kernel for queries of float16 and bfloat16, and an entry of list_kernels() for each.
+# a kernel for queries of float16 and bfloat16, "latent_528" one for keys of several formats (CK_TYPES_...): each has an
+# entry of list_kernels().
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
 # TEMPLATE: after the features, the file of src/ that the unit is generated from, where it is not the backend's own.
 #
@@ -157,8 +165,12 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
     message(FATAL_ERROR "instances.cmake: a row is of the backend '${CK_BACKEND}', which ck_backends() does not name")
   endif()
   set(q_dtypes ${dtype})
-  if(dtype STREQUAL "16bit")
-    set(q_dtypes float16 bfloat16)
+  if(CK_TYPES_${dtype})
+    set(q_dtypes ${CK_TYPES_${dtype}})
+  endif()
+  set(kv_dtypes ${kv_dtype})
+  if(CK_TYPES_${kv_dtype})
+    set(kv_dtypes ${CK_TYPES_${kv_dtype}})
   endif()
   list(JOIN CK_DTYPES "|" compiled_dtypes)
   list(FILTER q_dtypes INCLUDE REGEX "^(${compiled_dtypes})$")
@@ -166,16 +178,13 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
     return()
   endif()
 
-  set(suffix "_hd${CK_HEAD_DIM_QK}")
-  if(NOT dtype STREQUAL kv_dtype)
-    string(PREPEND suffix "_${kv_dtype}")
-  endif()
+  set(dims "hd${CK_HEAD_DIM_QK}")
   if(NOT CK_HEAD_DIM_QK EQUAL CK_HEAD_DIM_VO)
-    string(APPEND suffix "_${CK_HEAD_DIM_VO}")
+    string(APPEND dims "_${CK_HEAD_DIM_VO}")
   endif()
-  set(CK_NAME "${CK_BACKEND}_${dtype}${suffix}")
+  list(JOIN dtypes "_" types)
+  set(CK_NAME "${CK_BACKEND}_${types}_${dims}")
   set(CK_ELEMENT "${CK_TOKEN_${dtype}}")       # fp16
-  set(kv_dtype_enum "${CK_CPP_DTYPE_${kv_dtype}}")
   set(CK_KV_ELEMENT "${CK_TOKEN_${kv_dtype}}")
   set(source "${CK_GENERATED}/${CK_NAME}.cu")
   set(template "${CK_DIR}/src/${CK_BACKEND}/${CK_TEMPLATE_${dtype}}")
@@ -233,10 +242,16 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(CK_REGISTRY_DECLARATIONS
     "${CK_REGISTRY_DECLARATIONS}namespace ${CK_BACKEND} {\nKernelEntry ${CK_NAME}_entry();\n}\n" PARENT_SCOPE)
   foreach(q_dtype IN LISTS q_dtypes)
-    string(APPEND CK_REGISTRY_ROWS
-      "    {{\"${CK_BACKEND}_${q_dtype}${suffix}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${CK_CPP_DTYPE_${q_dtype}}, "
-      "${kv_dtype_enum}, ${CK_HEAD_DIM_QK}, ${CK_HEAD_DIM_VO},\n      ${feature_bits}, ${min_cc}, ${max_cc}},\n"
-      "     &${CK_BACKEND}::${CK_NAME}_entry},\n")
+    foreach(of_keys IN LISTS kv_dtypes)
+      set(types "${q_dtype}")
+      if(NOT dtype STREQUAL kv_dtype)
+        string(APPEND types "_${of_keys}")
+      endif()
+      string(APPEND CK_REGISTRY_ROWS
+        "    {{\"${CK_BACKEND}_${types}_${dims}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${CK_CPP_DTYPE_${q_dtype}}, "
+        "${CK_CPP_DTYPE_${of_keys}}, ${CK_HEAD_DIM_QK}, ${CK_HEAD_DIM_VO},\n"
+        "      ${feature_bits}, ${min_cc}, ${max_cc}},\n     &${CK_BACKEND}::${CK_NAME}_entry},\n")
+    endforeach()
   endforeach()
   set(CK_REGISTRY_ROWS "${CK_REGISTRY_ROWS}" PARENT_SCOPE)
   list(JOIN features " " feature_names)

@@ -84,6 +84,16 @@ def test_decode(device, kinds, sinks, n, dtype):
     assert not out[1].any() and bool((lse[1] == math.inf).all())
 
 
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.filterwarnings("error::cutlass_kernels.PerformanceWarning")
+@every(kinds=[*LAYOUTS, *(f"{name} {name}" for name in LAYOUTS)], heads=[8, 64, 128])
+def test_fa3_reads_one_format(kinds, heads):
+    """PyTorch would warn."""
+    problem = make(kinds.split(), 12, "cuda:0", rows=6, heads=heads, lengths=False, padding=16, start=16)
+    check(problem, *decode(problem, 3, kv_format=named(kinds)), None)
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("V32", "v3.2"), ("V32_NO_ROPE", "v3.2_nope"), ("V4", "v4"), ("V41", "v4.1_pages")]
 )

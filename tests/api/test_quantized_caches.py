@@ -14,7 +14,7 @@ from compare import assert_bitwise, assert_close, assert_lse_close
 from mla_problems import DEVICES
 from pairs import every
 from quantized_caches import LAYOUTS, UNNAMED
-from quantized_problems import make, run
+from quantized_problems import Quantized, make, run
 from refusals import Row, rows
 
 import cutlass_kernels as ck
@@ -23,6 +23,8 @@ from cutlass_kernels._compute import selection
 
 INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
 BF16, HALF = torch.bfloat16, torch.float16
+# What fa3 reads: all columns of each format, and those of 656 bytes for queries without RoPE.
+OF_FA3 = [*LAYOUTS, "v3.2 without RoPE"]
 pytestmark = pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
 
 
@@ -32,6 +34,12 @@ def options_of(seed: int, heads: int, device: str) -> dict[str, Any]:
     if rng.random() < 0.5:
         options["sinks"] = torch.randn(heads, generator=torch.Generator().manual_seed(seed)).to(device) * 3
     return options
+
+
+def for_fa3(name: str, caches: int, seed: int, **given: Any) -> Quantized:
+    kind, _, without_rope = name.partition(" ")
+    dim = 512 if without_rope else None
+    return make([kind] * caches, seed, "cuda:0", dim=dim, padding=given.pop("padding", 16), start=16, **given)
 
 
 @DEVICES
@@ -172,35 +180,33 @@ def test_new_outputs_have_the_columns_of_the_values():
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@every(name=["v3.2", "v4"], seed=range(30))
+@every(name=OF_FA3, seed=range(30))
 def test_fa3_reads_tokens_at_multiples_of_16_bytes(name, seed):
     rng = random.Random(seed)
     sizes = dict(
         rows=rng.choice([1, 2, 7]), heads=rng.choice([1, 8, 16, 64, 96, 128]), page_size=rng.choice([1, 2, 7, 16, 64])
     )
     given = dict(widths=(rng.choice([1, 31, 64, 100, 128, 300, 700]),), lengths=rng.random() < 0.5)
-    problem = make([name], seed, "cuda:0", padding=rng.choice([16, 576]), start=16, **sizes, **given)
+    problem = for_fa3(name, 1, seed, padding=rng.choice([16, 576]), **sizes, **given)
     problem.options = options_of(seed, sizes["heads"], "cuda:0")
     problem.check(*run(problem, "fa3", num_splits=rng.choice([0, 0, 1, 7])))
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@every(name=["v3.2", "v4"], heads=[12, 16, 64, 96, 128, 192], caches=[1, 2], num_splits=[0, 1])
+@every(name=OF_FA3, heads=[12, 16, 64, 96, 128, 192], caches=[1, 2], num_splits=[0, 1])
 def test_fa3_takes_more_rows_than_there_are_thread_blocks(name, heads, caches, num_splits):
     """So each computes several tiles, as do pairs of them."""
-    sizes = dict(rows=300, heads=heads, page_size=16, padding=16, start=16)
-    problem = make([name] * caches, heads, "cuda:0", widths=(130, 70), **sizes)
+    problem = for_fa3(name, caches, heads, rows=300, heads=heads, page_size=16, widths=(130, 70))
     problem.options = options_of(heads + caches, heads, "cuda:0")
     problem.check(*run(problem, "fa3", num_splits=num_splits))
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@every(name=["v3.2", "v4"], heads=[8, 64, 128], caches=[1, 2])
+@every(name=OF_FA3, heads=[8, 64, 128], caches=[1, 2])
 def test_fa3_writes_no_row_of_impossible_lengths(name, heads, caches):
-    sizes = dict(rows=6, heads=heads, page_size=16, padding=16, start=16)
-    problem = make([name] * caches, 1, "cuda:0", widths=(130, 70), **sizes)
+    problem = for_fa3(name, caches, 1, rows=6, heads=heads, page_size=16, widths=(130, 70))
     want = run(problem, "fa3", num_splits=1)  # whose bits do not depend on other rows
     for scope in problem.scopes:
         assert scope.lengths is not None
@@ -213,29 +219,18 @@ def test_fa3_writes_no_row_of_impossible_lengths(name, heads, caches):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@every(name=["v3.2", "v4"], heads=[8, 64, 128], caches=[1, 2])
+@every(name=OF_FA3, heads=[8, 64, 128], caches=[1, 2])
 def test_fa3_takes_lists_without_room(name, heads, caches):
-    sizes = dict(rows=6, heads=heads, page_size=16, padding=16, start=16)
-    problem = make([name] * caches, 1, "cuda:0", widths=(0, 70), **sizes)
+    problem = for_fa3(name, caches, 1, rows=6, heads=heads, page_size=16, widths=(0, 70))
     problem.check(*run(problem))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [pytest.param("fa3", marks=pytest.mark.hopper), "fa2"])
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("v3.2_nope", {}),
-        ("v4.1_pages", {}),
-        ("v4.1_tokens", {}),
-        ("v3.2", dict(dtype=HALF)),
-        ("v4", dict(dtype=HALF)),
-        ("v3.2", dict(dim=512)),
-    ],
-)
-def test_kernels_leave_others_to_pytorch_and_say_so(name, others, backend, monkeypatch):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_kernels_leave_others_to_pytorch_and_say_so(name, backend, monkeypatch):
     monkeypatch.setattr(selection, "_warned", set())  # the same reasons are given once in a process
-    problem = make([name], 1, "cuda:0", **others)
+    problem = make([name], 1, "cuda:0", dtype=HALF)
     with pytest.warns(ck.PerformanceWarning, match="kv_format"):
         problem.check(*run(problem))
     with pytest.raises(ValueError, match=f"kv_format.*, for these tensors and options, has no {backend} kernel"):

@@ -52,7 +52,8 @@ def _attention(x: Data) -> list[Call]:
 
     def of_tokens(q, cache, indices, lengths, sinks, **p):
         lists = dict(kv_indices_per_token=indices, topk_length=lengths)
-        return ck.attention(q, cache, cache, **lists, sinks=sinks, return_lse=True, **p)
+        kv_format = "v3.2_nope" if cache.size(-1) == 528 else None
+        return ck.attention(q, cache, cache, **lists, kv_format=kv_format, sinks=sinks, return_lse=True, **p)
 
     offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
     bits = (x.rand(-(-x.n * x.m // 128) * 16) * 256).to(torch.uint8)
@@ -63,7 +64,8 @@ def _attention(x: Data) -> list[Call]:
     of_lists += lists
     of_bytes = (x.randn(1, x.n, x.heads[0], 512).half(), x.tokens_here(584), x.slots_here(x.n, 30).unsqueeze(1))
     of_bytes += (x.tokens_here(584), x.slots_here(x.n, 40 * x.size).unsqueeze(1), x.of_rows_here(8, 7, 4, 3, 0))
-    formats = ((656, 576), (584, 512)) if x.target.backend != "fa2" else ()  # bytes of tokens, columns of queries
+    # Bytes of tokens, columns of queries.
+    formats = ((656, 576), (584, 512), (528, 512)) if x.target.backend != "fa2" else ()
     return [
         Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
         Call(lambda *t: ck.attention(*t[:3], sinks=[t[3]], o_dtype="float16"), (*dense, x.sinks)),

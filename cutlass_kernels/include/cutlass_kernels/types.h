@@ -22,7 +22,7 @@ enum class DType : std::int32_t {
   // rounded to bfloat16), and columns of the position in bfloat16. Of keys alone, with strides in bytes, k and v being
   // the same memory. "By page": the data of all tokens of a page, then all their scales.
   kLatentV32,         ///< 656 bytes: 512 columns, 4 fp32 scales, 64 columns of the position (vLLM's fp8_ds_mla)
-  kLatentV32Nope,     ///< 528: 512 columns, 4 fp32 scales
+  kLatentV32Nope,     ///< 528: 512 columns, 4 fp32 scales; the first bytes of kLatentV32
   kLatentV4,          ///< 584, by page: 448 columns, 64 of the position; 7 ue8m0 scales and a byte
   kLatentV41ByPage,   ///< 528, by page: 512 columns; 16 ue8m0 scales
   kLatentV41ByToken,  ///< the same bytes token by token

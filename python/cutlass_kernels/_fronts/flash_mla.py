@@ -122,8 +122,7 @@ def flash_mla_with_kvcache(
             float8_e4m3fn. 512 columns for DeepSeek V4, whose values are the whole keys.
         k_cache: ``[pages, page_size, 1, 576]``, the values being its first ``head_dim_v`` columns. The dtype of q, or
             float8_e4m3fn. Any page size. Or a quantized latent cache, ``[pages, page_size, 1, bytes]`` of uint8, int8
-            or float8_e4m3fn: 656, 584 or 528 bytes per token, see ``kv_format``. On Hopper, fa3 reads the first two
-            with ``indices`` and bfloat16 queries; PyTorch computes the rest.
+            or float8_e4m3fn: 656, 584 or 528 bytes per token, see ``kv_format``.
         block_table: int32 ``[batch, M]``, the pages of each request. Not used with ``indices``, may be None.
         cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included. Not used with
             ``indices``, may be None.
@@ -144,9 +143,9 @@ def flash_mla_with_kvcache(
             any size, in the same or another format.
         extra_indices_in_kvcache, extra_topk_length: as ``indices`` and ``topk_length``, for ``extra_k_cache``.
         kv_format: format of quantized latent caches. Default: from the number of bytes; required for 528. A token
-            stands for bfloat16 numbers: e4m3 times its scale in fp32, rounded to nearest. On Hopper, a kernel reads 656
-            and 584 bytes with ``indices`` and bfloat16 queries, of two caches if both have the same; PyTorch computes
-            the rest, slowly.
+            stands for bfloat16 numbers: e4m3 times its scale in fp32, rounded to nearest. On Hopper, fa3 reads these
+            caches with ``indices`` and bfloat16 queries, two of them if both have one format; PyTorch computes the
+            rest, slowly.
 
             - ``"v3.2"`` (or ``"V32"``): 656 bytes, DeepSeek V3.2
             - ``"v3.2_nope"`` (``"V32_NO_ROPE"``): 528 bytes, the same without RoPE

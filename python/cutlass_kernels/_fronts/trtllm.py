@@ -303,8 +303,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             num_heads, ...]``. float16, bfloat16 or float8_e4m3fn.
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head behind the
             first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns. Or a quantized latent
-            cache, uint8 ``[pages, page_size, bytes]``: 656 bytes (DeepSeek V3.2; on Hopper a kernel reads it by lists
-            for bfloat16 queries, else PyTorch), or 528 without RoPE (PyTorch), see ``kv_scale_format``.
+            cache, uint8 ``[pages, page_size, bytes]``: 656 bytes (DeepSeek V3.2), or 528 without RoPE, see
+            ``kv_scale_format``. On Hopper a kernel reads it by lists for bfloat16 queries, else PyTorch.
         workspace_buffer: accepted, not used.
         qk_nope_head_dim: not used: ``bmm1_scale`` is the whole scale.
         kv_lora_rank, qk_rope_head_dim: 512 and 64; PyTorch computes others, slowly.

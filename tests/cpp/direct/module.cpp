@@ -92,7 +92,9 @@ std::vector<RegistryRow> all_rows() {
   };
   add_latent(DType::kFloat16, &latent<false>);
   add_latent(DType::kBFloat16, &latent<true>);
-  for (const auto& [tokens, dim] : {std::pair(DType::kLatentV32, 576), std::pair(DType::kLatentV4, 512)}) {
+  for (const DType tokens : {DType::kLatentV32, DType::kLatentV32Nope, DType::kLatentV4, DType::kLatentV41ByPage,
+                             DType::kLatentV41ByToken}) {
+    const int dim = tokens == DType::kLatentV32 ? 576 : 512;
     rows.push_back({{"recording", Backend::kFa3, DType::kBFloat16, tokens, dim, 512, kAllFeatures, 80, 0}, &quantized});
   }
   return rows;

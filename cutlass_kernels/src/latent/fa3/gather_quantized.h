@@ -148,6 +148,10 @@ struct QuantizedGather {
     return shared_address(&shared.scales) + (stage * Tile::kBlockN + first_row) * kScaleBytes;
   }
   CUTE_DEVICE std::uint32_t pointers() const { return shared_address(shared.scales.rows) + first_row * 8; }
+  // Whether the scales of a page lie behind the data of its tokens.
+  CUTE_DEVICE bool by_page() const {
+    return Tile::kAnyOf528 ? params.attention.kv_dtype == DType::kLatentV41ByPage : kFormat.by_page;
+  }
   // Where e4m3 of the part-th 128 columns of a half land, among the half's panels.
   CUTE_DEVICE static int raw_panel(bool right, int part) { return kPositionsAreValues && right ? 1 - part : 2 + part; }
 
@@ -186,7 +190,7 @@ struct QuantizedGather {
         std::uint64_t(page * cache.units.page + in_page * cache.units.slot) * cache.units.bytes;
     const char* const row = exists ? cache.data + offset : reinterpret_cast<const char*>(kNoToken);
     const char* of_row = row + kFormat.scales_at;
-    if (kFormat.by_page && exists) {
+    if (by_page() && exists) {
       of_row = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
                in_page * kFormat.scale_bytes;
     }
@@ -255,15 +259,42 @@ struct QuantizedGather {
     cp_async_commit();
   }
 
-  // Exponents become numbers: (half of the columns, panel of a part, part).
+  // Stored scales become numbers: (half of the columns, group of a part, part).
   CUTE_DEVICE void widen_scales(int stage) {
-    const int half = lane / 8 % 2;
-    const std::uint32_t of_row = scales(stage) + lane % kLaneRows * kScaleBytes;
-    const std::uint32_t exponents = load_shared_4(of_row + half * 4);
+    const auto power = [](std::uint32_t exponents, int n) {
+      return __float_as_uint(power_of(exponents >> 8 * n & 0xff));
+    };
+    if constexpr (Tile::kAnyOf528) {
+      // 8 bytes of a half: exponents of 4 groups of either part, or an fp32 of either, for its 4 groups.
+      const bool has_exponents = params.attention.kv_dtype != DType::kLatentV32Nope;
+      constexpr int kPerLane = kLaneRows / 4;
+      const int place = lane % 16;  // among four rows: (row, half, two groups)
+      uint2 stored[kPerLane];
+      CUTE_UNROLL
+      for (int n = 0; n < kPerLane; ++n) {
+        stored[n] = load_shared_8(scales(stage) + (4 * n + place / 4) * kScaleBytes + place / 2 % 2 * 8);
+      }
+      __syncwarp();
+      CUTE_UNROLL
+      for (int n = 0; n < kPerLane; ++n) {
+        const auto of_group = [&](int group) {
+          return has_exponents ? uint2{power(stored[n].x, group), power(stored[n].y, group)} : stored[n];
+        };
+        store_shared_16(scales(stage) + (16 * n + place) * 16, of_group(place % 2 * 2), of_group(place % 2 * 2 + 1));
+      }
+    } else {
+      const int half = lane / 8 % 2;
+      const std::uint32_t of_row = scales(stage) + lane % kLaneRows * kScaleBytes;
+      const std::uint32_t exponents = load_shared_4(of_row + half * 4);
+      __syncwarp();
+      store_shared_16(of_row + half * 16, {power(exponents, 0), power(exponents, 2)},
+                      {power(exponents, 1), power(exponents, 3)});
+    }
     __syncwarp();
-    const auto power = [&](int n) { return __float_as_uint(power_of(exponents >> 8 * n & 0xff)); };
-    store_shared_16(of_row + half * 16, {power(0), power(2)}, {power(1), power(3)});
-    __syncwarp();
+  }
+  // Where the scales of the lane's columns of both parts are, of the first of its rows.
+  CUTE_DEVICE std::uint32_t own_scales(int stage, bool right) const {
+    return scales(stage) + right * (kScaleBytes / 2) + lane % 16 / (kFormat.group / 8) * 8;
   }
 
   // Half a warp reads and writes one row at a time: reads come before the writes over them.
@@ -283,8 +314,7 @@ struct QuantizedGather {
     const std::uint32_t half = rows(stage) + right * (kHalfPanels * kPanelBytes);
     const std::uint32_t raw = half + lane % 16 * 8;
     const std::uint32_t to = half + panel_of_part * kPanelBytes + ((lane ^ first_row) % 8 << 4);
-    const std::uint32_t own_scales =
-        scales(stage) + (kFormat.has_exponents ? right * 16 + panel_of_part * 8 : right * 8);
+    const std::uint32_t factors = own_scales(stage, right);
     struct {
       uint2 numbers[2], scale;  // [part]
     } read[2];
@@ -293,7 +323,7 @@ struct QuantizedGather {
       for (int part = 0; part < 2; ++part) {
         read[row % 2].numbers[part] = load_shared_8(raw + raw_panel(right, part) * kPanelBytes + row * 128);
       }
-      read[row % 2].scale = load_shared_8(own_scales + row * kScaleBytes);
+      read[row % 2].scale = load_shared_8(factors + row * kScaleBytes);
     };
     load(0);
     CUTE_UNROLL

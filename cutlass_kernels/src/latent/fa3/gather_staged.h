@@ -69,14 +69,13 @@ struct StagedGather : QuantizedGather<Element, Tile> {
     const std::uint32_t raw = latent(second) + lane % 16 * 8;
     const std::uint32_t to =
         this->rows(stage) + (right * kHalfPanels + panel_of_part) * kPanelBytes + ((lane ^ first_row) % 8 << 4);
-    const std::uint32_t own_scales =
-        this->scales(stage) + (kFormat.has_exponents ? right * 16 + panel_of_part * 8 : right * 8);
+    const std::uint32_t factors = this->own_scales(stage, right);
     uint2 numbers[kLaneRows][2], scale[kLaneRows];
     CUTE_UNROLL
     for (int row = 0; row < kLaneRows; ++row) {
       CUTE_UNROLL
       for (int part = 0; part < 2; ++part) numbers[row][part] = load_shared_8(raw + row * 256 + part * 128);
-      scale[row] = load_shared_8(own_scales + row * kScaleBytes);
+      scale[row] = load_shared_8(factors + row * kScaleBytes);
     }
     CUTE_UNROLL
     for (int row = 0; row < kLaneRows; ++row) {

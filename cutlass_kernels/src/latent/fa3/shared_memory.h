@@ -63,6 +63,8 @@ struct QuantizedTile : SlotsTile {
   static constexpr int kConsumerRegisters = 208;
   static constexpr bool kQuantized = true;
   static constexpr TokenFormat kFormat = token_format(kTokens);
+  // One kernel reads all formats of 528 bytes, by kv_dtype: 4 scales become 16.
+  static constexpr bool kAnyOf528 = kFormat.bytes == 528;
   static constexpr bool kHasPositions = kFormat.positions > 0 && kFormat.columns == kLatentDim;
   static constexpr int kHeadDimQk = kLatentDim + (kHasPositions ? kRopeDim : 0);
   static constexpr int kScales = kFormat.has_exponents ? kLatentDim / kFormat.group : kFormat.scale_bytes / 4;
@@ -136,10 +138,10 @@ enum PanelGroup { kLeft, kRight, kRope, kPanelGroups };
 
 template <class Tile>
 struct Shared {
-  char q[kPanels * Tile::kQRows * 128];          // (rows, 64, panels)
-  char k[Tile::kStages][kPanels * kPanelBytes];  // (BLK_N, 64, panels)
-  RowState states[2][64];                        // (warpgroup, row)
-  float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
+  char q[Tile::kHeadDimQk / 64 * Tile::kQRows * 128];  // (rows, 64, panels)
+  char k[Tile::kStages][kPanels * kPanelBytes];        // (BLK_N, 64, panels)
+  RowState states[2][64];                              // (warpgroup, row)
+  float sums[2][2][64];                                // (parity of the tile, warpgroup, row)
   // Of keys by slots.
   std::uint32_t listed[Tile::kStages][2];  // (stage, half of the keys), a bit per key: whether there is such a slot
   float largest[2][2][64];                 // (parity of the tile, warpgroup, row): the largest s
