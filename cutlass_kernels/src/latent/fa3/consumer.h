@@ -129,14 +129,19 @@ struct Consumer {
 
   // Hides keys that are no slots. All rows see the others.
   CUTE_DEVICE void hide_missing(float (&s)[kN / 2], int block) const {
-    const std::uint32_t (&words)[2] = shared.listed[stage_of<Tile>(block)];
-    const std::uint32_t listed[2] = {words[0], words[1]};
-    if ((listed[0] & listed[1]) == 0xffffffffu) return;
+    constexpr int kWords = Tile::kListedWords, kBits = kN / kWords;
+    std::uint32_t listed[kWords], all = 0xffffffffu;
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      listed[i] = shared.listed[stage_of<Tile>(block)][i];
+      all &= listed[i];
+    }
+    if (all == 0xffffffffu >> (32 - kBits)) return;
     __syncwarp();  // keeps this a branch
     CUTE_UNROLL
     for (int i = 0; i < kN / 2; ++i) {
       const int column = i / 4 * 8 + i % 2;  // and lane % 4 * 2
-      mask_unless_bit(s[i], listed[column / 32] >> lane % 4 * 2, column % 32);
+      mask_unless_bit(s[i], listed[column / kBits] >> lane % 4 * 2, column % kBits);
     }
   }
 

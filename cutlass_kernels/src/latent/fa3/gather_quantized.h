@@ -98,8 +98,8 @@ __device__ const uint4 kNoToken[41] = {};
 // fourth. Where the last of four panels is that of the position, which comes as it is, they land in the second, and 64
 // in the first. While one half is in flight, the one before is widened.
 //
-// Lanes 0 to 15 have the first eight rows, the others those behind: they look up one each (twice), copy 256 bytes of a
-// row together, and widen 8 numbers of both parts of it each.
+// Lanes 0 to 15 have the first rows, the others those behind: they copy 256 bytes of a row together, and widen 8
+// numbers of both parts of it each. All look up a slot each at once: those of several blocks.
 //
 // A warp is alone on its scheduler most of the time, so its latencies count, not its instructions: with branches,
 // special registers read again, and entries of the list awaited where they are read, 256 rows of 128 heads over 2048
@@ -117,19 +117,22 @@ struct QuantizedGather {
   static constexpr std::uint32_t kAll = 0xffffffffu;
   static constexpr int kStageBytes = kPanels * kPanelBytes;
   static constexpr int kScaleBytes = Tile::kScales * 4;
+  static constexpr std::uint32_t kPointerBytes = sizeof(typename TokensToRead<Tile>::At);
+  static constexpr int kGroup = 32 / kRows;  // blocks that are looked up at once
 
   const fa3::KernelParams& params;
   Shared<Tile>& shared;
   const int warp, lane;
   const int warp_row;        // the first of the warp's
   const int first_row;       // of the lane's
-  const int looked_up;       // row of the block
   const std::uint32_t peer;  // the distance of what both CTAs of a pair have
   int batch;                 // the request
   int key;                   // to be looked up
   int first_end, end;        // where keys of the caches end
   int slot;                  // the next to be looked up
-  std::uint32_t listed;      // whether that of each lane exists
+  int blocks_left;           // that have been looked up, behind the one that is read
+  std::uint32_t listed;      // a bit for each row of that one, and of those: whether there is such a slot
+  std::uint32_t pointers;    // to the rows of the warp
 
   CUTE_DEVICE QuantizedGather(const fa3::KernelParams& params_, Shared<Tile>& shared_, int warp_, int lane_)
       : params(params_),
@@ -138,16 +141,17 @@ struct QuantizedGather {
         lane(lane_),
         warp_row((kPair ? fa3::rank_in_pair() * kCtaRows : 0) + warp_ * kRows),
         first_row(held(warp_row + lane_ / 16 * kLaneRows)),
-        looked_up(held(warp_row + (kPair ? lane_ - warp_ * kRows : lane_ % kRows))),
         peer(kPair ? fa3::address_in_peer(shared_address(&shared_)) - shared_address(&shared_) : 0) {}
 
   CUTE_DEVICE std::uint32_t rows(int stage) const {
     return shared_address(shared.k) + stage * kStageBytes + first_row * 128;
   }
   CUTE_DEVICE std::uint32_t scales(int stage) const {
-    return shared_address(&shared.scales) + (stage * Tile::kBlockN + first_row) * kScaleBytes;
+    return shared_address(&shared.tokens.scales[stage]) + first_row * kScaleBytes;
   }
-  CUTE_DEVICE std::uint32_t pointers() const { return shared_address(shared.scales.rows) + first_row * 8; }
+  CUTE_DEVICE std::uint32_t first_pointers() const {
+    return shared_address(shared.tokens.at) + warp * (kRows * kPointerBytes);
+  }
   // Whether the scales of a page lie behind the data of its tokens.
   CUTE_DEVICE bool by_page() const {
     return Tile::kAnyOf528 ? params.attention.kv_dtype == DType::kLatentV41ByPage : kFormat.by_page;
@@ -160,7 +164,8 @@ struct QuantizedGather {
     const fa3::SlotsOfCache& cache = params.caches[0];
     first_end = min(listed_keys(cache.lengths, cache.width, batch), job.visible_end);
     end = job.visible_end;
-    key = job.key_begin + job.kv_blocks * Tile::kBlockN + looked_up;
+    key = job.key_begin + (job.kv_blocks - 1 - lane / kRows + kGroup) * Tile::kBlockN + warp_row + lane % kRows;
+    blocks_left = 0;
     read_list();
   }
   CUTE_DEVICE void begin(const Job& job, int block) {
@@ -171,16 +176,15 @@ struct QuantizedGather {
   }
   // Not behind a branch, or a condition: the warp would wait for the entry at once.
   CUTE_DEVICE void read_list() {
-    key -= Tile::kBlockN;
+    key -= kGroup * Tile::kBlockN;
     const bool second = key >= params.first_keys;
     const fa3::SlotsOfCache& cache = params.caches[second];
     const int index = max(min(second ? key - params.first_keys : key, cache.width - 1), 0);
     asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(cache.indices + batch * cache.table_stride + index));
   }
 
-  // Before the first half of a block: where its rows lie, and which exist; copies of their scales. Warps of a pair look
-  // up all rows of the CTA.
-  CUTE_DEVICE void look_up(int stage) {
+  // Of the next kGroup blocks: where the rows of the warp lie, and which exist.
+  CUTE_DEVICE void look_up() {
     const bool second = key >= params.first_keys;
     const fa3::SlotsOfCache& cache = params.caches[second];
     const bool exists = key < (second ? end : first_end) && std::uint32_t(slot) < cache.num_slots;
@@ -188,30 +192,58 @@ struct QuantizedGather {
     const std::uint32_t in_page = slot - page * cache.page_size.divisor;
     const std::uint64_t offset =
         std::uint64_t(page * cache.units.page + in_page * cache.units.slot) * cache.units.bytes;
-    const char* const row = exists ? cache.data + offset : reinterpret_cast<const char*>(kNoToken);
-    const char* of_row = row + kFormat.scales_at;
-    if (by_page() && exists) {
-      of_row = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
-               in_page * kFormat.scale_bytes;
-    }
-    __syncwarp();
-    if (kPair ? lane / kRows == warp : lane < kRows) {
-      store_shared_8(shared_address(shared.scales.rows + looked_up), reinterpret_cast<std::uint64_t>(row));
-      const std::uint32_t to = shared_address(&shared.scales) + (stage * Tile::kBlockN + looked_up) * kScaleBytes;
-      if constexpr (kFormat.scale_bytes == 8) {
-        cp_async_8(to, of_row, true);
-      } else {
-        cp_async_16(to, of_row);
+    const char* const record = exists ? cache.data + offset : reinterpret_cast<const char*>(kNoToken);
+    const std::uint32_t to = first_pointers() + (lane / kRows * kCtaRows + lane % kRows) * kPointerBytes;
+    __syncwarp();  // where rows of the blocks before lie has been read
+    if constexpr (kFormat.by_page) {
+      const char* scales = record + kFormat.scales_at;
+      if (by_page() && exists) {
+        scales = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
+                 in_page * kFormat.scale_bytes;
       }
+      store_shared_16(to, words_of(record), words_of(scales));
+    } else {
+      store_shared_8(to, reinterpret_cast<std::uint64_t>(record));
     }
     listed = __ballot_sync(kAll, exists);
     __syncwarp();
     read_list();
   }
 
-  CUTE_DEVICE const char* row_of(int n) const {
-    const uint2 x = load_shared_8(pointers() + n * 8);
+  // Before the first half of a block.
+  CUTE_DEVICE void begin_block(int stage) {
+    if (blocks_left > 0) {
+      --blocks_left;
+      listed >>= kRows;
+      pointers += kCtaRows * kPointerBytes;
+    } else {
+      look_up();
+      blocks_left = kGroup - 1;
+      pointers = first_pointers();
+    }
+    if (lane < kRows) {
+      const std::uint32_t to = shared_address(&shared.tokens.scales[stage]) + (warp_row + lane) * kScaleBytes;
+      const std::uint32_t own = pointers + lane * kPointerBytes;
+      const char* const from = kFormat.by_page ? pointer_at(own + 8) : pointer_at(own) + kFormat.scales_at;
+      if constexpr (kFormat.scale_bytes == 8) {
+        cp_async_8(to, from, true);
+      } else {
+        cp_async_16(to, from);
+      }
+    }
+  }
+
+  CUTE_DEVICE static uint2 words_of(const char* x) {
+    const std::uint64_t bits = reinterpret_cast<std::uint64_t>(x);
+    return {std::uint32_t(bits), std::uint32_t(bits >> 32)};
+  }
+  CUTE_DEVICE static const char* pointer_at(std::uint32_t address) {
+    const uint2 x = load_shared_8(address);
     return reinterpret_cast<const char*>(std::uint64_t(x.y) << 32 | x.x);
+  }
+  // The lane's n-th row.
+  CUTE_DEVICE const char* row_of(int n) const {
+    return pointer_at(pointers + (lane / 16 * kLaneRows + n) * kPointerBytes);
   }
 
   // Columns of the position come with one of the halves. Eight lanes copy a row.
@@ -231,10 +263,11 @@ struct QuantizedGather {
       if constexpr (!kPair) {
         using Word = std::conditional_t<kRows == 16, std::uint16_t, std::uint8_t>;
         reinterpret_cast<Word*>(shared.listed[stage])[warp] = Word(listed);
-      } else if (warp == 0) {
-        std::uint32_t& word = shared.listed[stage][warp_row / kCtaRows];
-        word = listed;
-        fa3::send(shared_address(&word) + peer, shared.k_full[stage][kRopePanel].address() + peer, listed);
+      } else {
+        std::uint32_t& word = shared.listed[stage][warp_row / kRows];
+        const std::uint32_t own = listed & ((1u << kRows) - 1);
+        word = own;
+        fa3::send(shared_address(&word) + peer, shared.k_full[stage][kRopePanel].address() + peer, own);
       }
     }
     if (has_positions(second, right)) {
@@ -347,7 +380,7 @@ struct QuantizedGather {
 
   CUTE_DEVICE Barrier& empty(int stage, bool right) const { return shared.k_empty[stage][right ? kRight : kLeft]; }
   CUTE_DEVICE void begin_half(int stage, bool second, bool right) {
-    if (!second) look_up(stage);
+    if (!second) begin_block(stage);
     copy(stage, second, right);
   }
 
@@ -379,7 +412,8 @@ struct QuantizedGather {
         }
       };
       constexpr int kPeerRows = Tile::kBlockN - kCtaRows;
-      if (kSecond) arrive(shared.k_full[stage][kRopePanel], 4 + (Tile::kHasPositions ? kPeerRows * 128 : 0));
+      constexpr int kListedBytes = 4 * Tile::kProducerWarps;
+      if (kSecond) arrive(shared.k_full[stage][kRopePanel], kListedBytes + (Tile::kHasPositions ? kPeerRows * 128 : 0));
       arrive(shared.k_full[stage][right ? kHalfPanels : 0], kPeerRows * kHalfPanels * 128);
     }
     if (has_next && !begins) {

@@ -47,7 +47,7 @@ struct StagedGather : QuantizedGather<Element, Tile> {
 
   CUTE_DEVICE void begin(const Job& job, int block) {
     this->begin_list(job);
-    this->look_up(stage_of<Tile>(block));
+    this->begin_block(stage_of<Tile>(block));
     copy(false, false);
     cp_async_commit();
     copy(true, true);
@@ -117,7 +117,7 @@ struct StagedGather : QuantizedGather<Element, Tile> {
       shared.k_full[stage][right ? kHalfPanels : 0].arrive();
     }
     if (has_next) {
-      if (!kSecond) this->look_up(stage_of<Tile>(block + 1));
+      if (!kSecond) this->begin_block(stage_of<Tile>(block + 1));
       copy(kSecond, !right);
     }
     cp_async_commit();

@@ -34,6 +34,7 @@ struct Tile {
   static constexpr bool kFewHeads = false;  // few_heads.h
   static constexpr int kQRows = 64;
   static constexpr int kScales = 0;            // of a token
+  static constexpr int kListedWords = 2;       // Shared::listed
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
@@ -76,6 +77,7 @@ struct QuantizedTile : SlotsTile {
 template <DType kTokens>
 struct QuantizedPairTile : QuantizedTile<kTokens> {
   static constexpr int kCtasPerTile = 2;
+  static constexpr int kListedWords = 8;  // the rows of a warp each
 };
 
 // Of up to 16 heads, which leave registers for twice as many producers: all threads have 128.
@@ -121,10 +123,21 @@ struct SentJobs {
   Barrier sent[kJobBuffers];  // CTA 0, with their bytes
 };
 
-template <int kStages, int kRows, int kScales>
-struct alignas(16) ScalesOfTokens {
-  float of[kStages][kRows][kScales];
-  const char* rows[kRows];  // of the block that is being read
+// Where a token is, or one of zeros.
+struct TokenAt {
+  const char* record;
+};
+struct alignas(16) TokenAndScalesAt : TokenAt {
+  const char* scales;
+};
+
+// Producer warps look up a slot per lane at once: those of several blocks.
+template <class Tile>
+struct alignas(16) TokensToRead {
+  using At = std::conditional_t<Tile::kFormat.by_page, TokenAndScalesAt, TokenAt>;
+
+  float scales[Tile::kStages][Tile::kBlockN][Tile::kScales];
+  At at[32 * Tile::kProducerWarps];  // (block, row that the CTA reads)
 };
 
 // Halves of tokens as they are stored: where they are copied before they are widened.
@@ -143,8 +156,9 @@ struct Shared {
   RowState states[2][64];                              // (warpgroup, row)
   float sums[2][2][64];                                // (parity of the tile, warpgroup, row)
   // Of keys by slots.
-  std::uint32_t listed[Tile::kStages][2];  // (stage, half of the keys), a bit per key: whether there is such a slot
-  float largest[2][2][64];                 // (parity of the tile, warpgroup, row): the largest s
+  // (stage, part of the keys), a bit per key: whether there is such a slot.
+  alignas(16) std::uint32_t listed[Tile::kStages][Tile::kListedWords];
+  float largest[2][2][64];  // (parity of the tile, warpgroup, row): the largest s
 
   Job jobs[kJobBuffers];
 
@@ -186,7 +200,7 @@ struct Shared {
   std::conditional_t<Tile::kCtasPerTile == 2, SentJobs, Nothing> from_peer;
   // Of quantized caches.
   std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
-  std::conditional_t<Tile::kQuantized, ScalesOfTokens<Tile::kStages, Tile::kBlockN, Tile::kScales>, Nothing> scales;
+  std::conditional_t<Tile::kQuantized, TokensToRead<Tile>, Nothing> tokens;
 };
 
 // Named barriers (bar.sync), by ID; 0 is __syncthreads().
