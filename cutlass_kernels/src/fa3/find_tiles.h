@@ -55,9 +55,9 @@ class TileClaims {
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
     const LaunchParams& p = params_.attention;
+    if (Tile::kBySlots && p.plan.equal_splits > 0) return claim_equal(work, head);
     const int count = ranks_ * params_.heads;
     const auto find_split = [&](int split) {
-      if (Tile::kBySlots && p.plan.equal_splits > 0) return equal_split(p, split);
       if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
       return RequestSplits{};
     };
@@ -89,6 +89,25 @@ class TileClaims {
       const bool had_none = index_ < claimers_;
       index_ = claimers_ + int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count), had_none));
     }
+  }
+
+  // Of EqualRows.
+  CUTE_DEVICE bool claim_equal(WorkItem& work, int& head) {
+    const EqualRows& equal = params_.equal;
+    claim_index(equal.count);
+    if (unsigned(index_) >= unsigned(equal.count)) return false;
+    const int share = int(equal.heads.divide(index_));
+    const int batch = int(equal.splits.divide(share)), splits = int(equal.splits.divisor);
+    head = index_ - share * int(equal.heads.divisor);
+    work = {};
+    work.batch = work.q_begin = batch;
+    work.qo_len = 1;
+    work.kv_begin = batch * equal.table_stride;
+    work.kv_len = equal.keys;
+    work.split = std::int16_t(share - batch * splits);
+    work.num_splits = std::int16_t(splits);
+    work.partial_row = batch * splits;
+    return true;
   }
 
   // The head, and the rank among its tiles, of the claimed index.

@@ -55,6 +55,31 @@ struct SlotsOfCache {
   int width;
 };
 
+// Shares of rows of which all have as many keys, and as many splits (TilePlan::equal_splits). Where they are known to
+// be, a CTA finds its own in a few instructions. In the general way (find_work()), it waits 2 us for the hundreds that
+// it has: they are not in the instruction cache when a kernel begins.
+struct EqualRows {
+  FastDivisor heads;   // packs of heads
+  FastDivisor splits;  // of a row
+  int count = 0;       // of all rows and heads
+  int keys = 0;
+  int table_stride = 0;
+
+  static EqualRows make(const LaunchParams& p, int heads) {
+    EqualRows made;
+    if (p.plan.equal_splits == 0) return made;
+    const KeysOfRequest keys = keys_of_request(p, 0);
+    made.heads = FastDivisor(std::uint32_t(heads));
+    made.splits = FastDivisor(std::uint32_t(p.plan.equal_splits));
+    // Rows that do not lie inside the tensor are not computed, nor those of lengths that make no sense.
+    const std::int64_t rows = keys.length < 0 ? 0 : std::min<std::int64_t>(p.batch_size, p.total_q);
+    made.count = int(rows * p.plan.equal_splits * heads);
+    made.keys = keys.length;
+    made.table_stride = int(p.pages.table_stride);
+    return made;
+  }
+};
+
 struct KernelParams {
   CUtensorMap q_map;
   CUtensorMap k_map;
@@ -67,6 +92,7 @@ struct KernelParams {
   MaskDivisors mask_divisors;
   TileOrder order;
   RowTiles rows;
+  EqualRows equal;
   FastDivisor group_size;
   int heads;  // query heads, or packs of them: each has all tiles
   PackedRows packed;

@@ -88,6 +88,13 @@ struct Ring {
   }
 };
 
+// ---- cp.async.bulk: consecutive bytes from global to shared memory, by one thread. Multiples of 16.
+CUTE_DEVICE void bulk_load(std::uint32_t to, const char* from, int bytes, Barrier& full) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(full.address())
+               : "memory");
+}
+
 // ---- cp.async.bulk.tensor: boxes of a tensor map from global to shared memory and back, by one thread each. Loads
 // complete on an mbarrier, stores in groups of the thread.
 

@@ -5,8 +5,8 @@
 //   O^T (512, 16)     += V^T (512, 64) P^T (64, 16)
 //
 // Each warpgroup has every other KV block for itself, all columns of O, and an m of its own: they meet at the end of the
-// tile. A column of S^T, a head, is spread over all 128 threads: maxima go through shared memory. P^T goes to the panel
-// of the positions, as B of the second product.
+// tile. A column of S^T, a head, is spread over all 128 threads: maxima go through shared memory, as does P^T, which is
+// B of the second product.
 //
 // A block takes 1088 cycles of the tensor cores, which read it from shared memory twice; what the producers write and
 // read there takes another 1000.
@@ -65,7 +65,7 @@ struct FewHeadsConsumer {
   Shared<Tile>& shared;
   const int lane;
   const int warp;  // of the warpgroup
-  const std::uint32_t q_base, k_base;
+  const std::uint32_t q_base, k_base, p_base;
   std::uint32_t q_phase = 0;
   int first_block = 0;  // of the tile, among all of the CTA
   int tile_parity = 0;
@@ -78,11 +78,12 @@ struct FewHeadsConsumer {
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32 % 4),
         q_base(shared_address(shared_.q)),
-        k_base(shared_address(shared_.k)) {}
+        k_base(shared_address(shared_.k)),
+        p_base(shared_address(shared_.staged.p[kHalf])) {}
 
   CUTE_DEVICE static int lane_head(int lane, int c) { return c / 2 * 8 + lane % 4 * 2 + c % 2; }
   CUTE_DEVICE std::uint32_t stage_base(int block) const {
-    return k_base + stage_of<Tile>(block) * (kPanels * kPanelBytes);
+    return k_base + stage_of<Tile>(block) * (Tile::kStagePanels * kPanelBytes);
   }
   CUTE_DEVICE void arrive(Barrier& barrier) const {
     __syncwarp();
@@ -94,7 +95,6 @@ struct FewHeadsConsumer {
   CUTE_DEVICE void release(int block) {
     release(block, kLeft);
     release(block, kRight);
-    release(block, kRope);
   }
   CUTE_DEVICE void sync_warpgroup() const { named_barrier_wait(kBarrierScores + kHalf, 128); }
 
@@ -121,17 +121,20 @@ struct FewHeadsConsumer {
     fa3::wgmma_commit();
     fa3::wgmma_wait<0>();
     fa3::pin(s);
+    release(block, kRope);
   }
 
   // Hides keys that are no slots.
   CUTE_DEVICE void hide_missing(float (&s)[kHeads / 2], int block) const {
-    const std::uint32_t listed = shared.listed[stage_of<Tile>(block)][warp / 2] >> (warp % 2 * 16 + lane / 4);
+    static_assert(Tile::kListedWords == 16);
+    const std::uint32_t* const words = shared.listed[stage_of<Tile>(block)] + warp * 4 + lane / 16;  // of four rows
+    const std::uint32_t listed[2] = {words[0] >> lane / 4 % 4, words[2] >> lane / 4 % 4};
     CUTE_UNROLL
-    for (int i = 0; i < kHeads / 2; ++i) mask_unless_bit(s[i], listed, i % 4 / 2 * 8);
+    for (int i = 0; i < kHeads / 2; ++i) mask_unless_bit(s[i], listed[i % 4 / 2], 0);
   }
 
-  // S of an own block becomes P^T in the panel of the positions. factor: of what has been summed up before.
-  CUTE_DEVICE void take_exponentials(float (&s)[kHeads / 2], float (&factor)[kLaneHeads], int block) {
+  // S of an own block becomes P^T. factor: of what has been summed up before.
+  CUTE_DEVICE void take_exponentials(float (&s)[kHeads / 2], float (&factor)[kLaneHeads]) {
     float (&maxima)[64] = shared.largest[0][kHalf];  // (warp, head)
     float most[kLaneHeads];
     CUTE_UNROLL
@@ -144,7 +147,7 @@ struct FewHeadsConsumer {
       }
       if (lane < 4) maxima[warp * kHeads + lane_head(lane, c)] = most[c];
     }
-    sync_warpgroup();  // all warps are done with the columns of the position, too
+    sync_warpgroup();  // all warps are done with the P before, too
     CUTE_UNROLL
     for (int c = 0; c < kLaneHeads; ++c) {
       CUTE_UNROLL
@@ -167,7 +170,7 @@ struct FewHeadsConsumer {
                                 Element::pack(s[6], s[7])};
     const int head = lane / 16 * 8 + lane % 8;
     const int chunk = warp * 2 + lane / 8 % 2;
-    stmatrix_x4_transposed(stage_base(block) + kRopePanel * kPanelBytes + head * 128 + ((chunk ^ lane % 8) << 4), p);
+    stmatrix_x4_transposed(p_base + head * 128 + ((chunk ^ lane % 8) << 4), p);
     fa3::fence_proxy_async();
     sync_warpgroup();
   }
@@ -175,7 +178,7 @@ struct FewHeadsConsumer {
   // Starts O^T (+)= V^T P^T for the columns of a group.
   CUTE_DEVICE void issue_output(PanelGroup group, int block, bool accumulate) {
     const std::uint32_t base = stage_base(block);
-    const std::uint64_t p = fa3::descriptor_k_major(base + kRopePanel * kPanelBytes);
+    const std::uint64_t p = fa3::descriptor_k_major(p_base);
     fa3::wgmma_fence();
     CUTE_UNROLL
     for (int n = 0; n < kHalfPanels; ++n) {
@@ -219,7 +222,7 @@ struct FewHeadsConsumer {
       if (i + 1 == own_count) arrive(shared.q_empty);
       if (params.transform.changes_logits()) params.transform.apply<true>(s, kHeads / 2);
       hide_missing(s, block);
-      take_exponentials(s, factor, block);
+      take_exponentials(s, factor);
       const bool changes = factor[0] != 1.0f || factor[1] != 1.0f || factor[2] != 1.0f || factor[3] != 1.0f;
       if (i > 0 && __any_sync(0xffffffffu, changes)) {
         CUTE_UNROLL
@@ -235,10 +238,7 @@ struct FewHeadsConsumer {
       fa3::wgmma_wait<0>();
       CUTE_UNROLL
       for (int panel = 0; panel < kPanelsV; ++panel) fa3::pin(o[panel]);
-      if (block != kept_block) {
-        release(block, kSecond);
-        release(block, kRope);
-      }
+      if (block != kept_block) release(block, kSecond);
     }
     finish_tile(job, own_count, reinterpret_cast<float*>(shared.k[stage_of<Tile>(kept_block)]));
     first_block += kv_blocks;

@@ -115,7 +115,7 @@ struct QuantizedGather {
   static constexpr int kRows = kCtaRows / Tile::kProducerWarps;        // of the warp
   static constexpr int kLaneRows = kRows / 2;
   static constexpr std::uint32_t kAll = 0xffffffffu;
-  static constexpr int kStageBytes = kPanels * kPanelBytes;
+  static constexpr int kStageBytes = Tile::kStagePanels * kPanelBytes;
   static constexpr int kScaleBytes = Tile::kScales * 4;
   static constexpr std::uint32_t kPointerBytes = sizeof(typename TokensToRead<Tile>::At);
   static constexpr int kGroup = 32 / kRows;  // blocks that are looked up at once
@@ -183,8 +183,13 @@ struct QuantizedGather {
     asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(cache.indices + batch * cache.table_stride + index));
   }
 
-  // Of the next kGroup blocks: where the rows of the warp lie, and which exist.
-  CUTE_DEVICE void look_up() {
+  // Where the lane's slot lies, or a token of zeros.
+  struct Located {
+    const char* record;
+    const char* scales;
+    bool exists;
+  };
+  CUTE_DEVICE Located locate() const {
     const bool second = key >= params.first_keys;
     const fa3::SlotsOfCache& cache = params.caches[second];
     const bool exists = key < (second ? end : first_end) && std::uint32_t(slot) < cache.num_slots;
@@ -193,19 +198,24 @@ struct QuantizedGather {
     const std::uint64_t offset =
         std::uint64_t(page * cache.units.page + in_page * cache.units.slot) * cache.units.bytes;
     const char* const record = exists ? cache.data + offset : reinterpret_cast<const char*>(kNoToken);
+    const char* scales = record + kFormat.scales_at;
+    if (by_page() && exists) {
+      scales = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
+               in_page * kFormat.scale_bytes;
+    }
+    return {record, scales, exists};
+  }
+  // Of the next kGroup blocks: where the rows of the warp lie, and which exist.
+  CUTE_DEVICE void look_up() {
+    const Located slot = locate();
     const std::uint32_t to = first_pointers() + (lane / kRows * kCtaRows + lane % kRows) * kPointerBytes;
     __syncwarp();  // where rows of the blocks before lie has been read
     if constexpr (kFormat.by_page) {
-      const char* scales = record + kFormat.scales_at;
-      if (by_page() && exists) {
-        scales = cache.data + page * cache.page_bytes + std::uint64_t(cache.page_size.divisor) * kFormat.data_bytes() +
-                 in_page * kFormat.scale_bytes;
-      }
-      store_shared_16(to, words_of(record), words_of(scales));
+      store_shared_16(to, words_of(slot.record), words_of(slot.scales));
     } else {
-      store_shared_8(to, reinterpret_cast<std::uint64_t>(record));
+      store_shared_8(to, reinterpret_cast<std::uint64_t>(slot.record));
     }
-    listed = __ballot_sync(kAll, exists);
+    listed = __ballot_sync(kAll, slot.exists);
     __syncwarp();
     read_list();
   }
@@ -222,14 +232,17 @@ struct QuantizedGather {
       pointers = first_pointers();
     }
     if (lane < kRows) {
-      const std::uint32_t to = shared_address(&shared.tokens.scales[stage]) + (warp_row + lane) * kScaleBytes;
       const std::uint32_t own = pointers + lane * kPointerBytes;
-      const char* const from = kFormat.by_page ? pointer_at(own + 8) : pointer_at(own) + kFormat.scales_at;
-      if constexpr (kFormat.scale_bytes == 8) {
-        cp_async_8(to, from, true);
-      } else {
-        cp_async_16(to, from);
-      }
+      copy_scales(stage, lane, kFormat.by_page ? pointer_at(own + 8) : pointer_at(own) + kFormat.scales_at);
+    }
+  }
+  // Of a row of the warp.
+  CUTE_DEVICE void copy_scales(int stage, int row, const char* from) {
+    const std::uint32_t to = shared_address(&shared.tokens.scales[stage]) + (warp_row + row) * kScaleBytes;
+    if constexpr (kFormat.scale_bytes == 8) {
+      cp_async_8(to, from, true);
+    } else {
+      cp_async_16(to, from);
     }
   }
 
@@ -300,12 +313,14 @@ struct QuantizedGather {
     if constexpr (Tile::kAnyOf528) {
       // 8 bytes of a half: exponents of 4 groups of either part, or an fp32 of either, for its 4 groups.
       const bool has_exponents = params.attention.kv_dtype != DType::kLatentV32Nope;
-      constexpr int kPerLane = kLaneRows / 4;
+      constexpr int kPerLane = (kLaneRows + 3) / 4;
       const int place = lane % 16;  // among four rows: (row, half, two groups)
       uint2 stored[kPerLane];
       CUTE_UNROLL
       for (int n = 0; n < kPerLane; ++n) {
-        stored[n] = load_shared_8(scales(stage) + (4 * n + place / 4) * kScaleBytes + place / 2 % 2 * 8);
+        if (place / 4 < kLaneRows) {
+          stored[n] = load_shared_8(scales(stage) + (4 * n + place / 4) * kScaleBytes + place / 2 % 2 * 8);
+        }
       }
       __syncwarp();
       CUTE_UNROLL
@@ -313,7 +328,9 @@ struct QuantizedGather {
         const auto of_group = [&](int group) {
           return has_exponents ? uint2{power(stored[n].x, group), power(stored[n].y, group)} : stored[n];
         };
-        store_shared_16(scales(stage) + (16 * n + place) * 16, of_group(place % 2 * 2), of_group(place % 2 * 2 + 1));
+        if (place / 4 < kLaneRows) {
+          store_shared_16(scales(stage) + (16 * n + place) * 16, of_group(place % 2 * 2), of_group(place % 2 * 2 + 1));
+        }
       }
     } else {
       const int half = lane / 8 % 2;

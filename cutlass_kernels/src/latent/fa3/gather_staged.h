@@ -1,132 +1,152 @@
 // The producer warps of few heads (few_heads.h): as in gather_quantized.h, but tokens come to memory of their own first,
-// for which Q of 16 rows leaves room. So a copy waits for no consumer, and its latency is that of two halves.
+// for which Q of 16 rows leaves room. So a copy waits for no consumer, and as many rows of a warp are in flight as a
+// block has of it.
+//
+// Shared memory is what limits this kernel: products read a block from there twice. A bulk copy per token writes it in
+// one pass; copies of 16 bytes by lanes took it two and a half times as long, those of scales, one per row, eight times.
 #pragma once
 
 #include "latent/fa3/gather_quantized.h"
 
 namespace cutlass_kernels::mla {
 
+CUTE_DEVICE uint4 load_shared_16(std::uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 template <class Element, class Tile>
 struct StagedGather : QuantizedGather<Element, Tile> {
   using Base = QuantizedGather<Element, Tile>;
-  using Base::Base;
-  using Base::has_positions, Base::kAll, Base::kFormat, Base::kLaneRows, Base::kPositionsAreValues, Base::kScaleBytes;
-  using Base::lane, Base::first_row, Base::shared, Base::warp;
+  using Base::kAll, Base::kFormat, Base::kGroup, Base::kPositionsAreValues, Base::kRows, Base::kScaleBytes;
+  using Base::lane, Base::listed, Base::shared, Base::warp, Base::warp_row;
+  using Staged = StagedTokens<Tile>;
+  static constexpr int kUnits = Staged::kUnits;
+  static constexpr int kUnitsOfBlock = kRows / Staged::kUnitRows;
+  static constexpr int kUnitBytes = Staged::kUnitRows * Staged::kRecordBytes;
+  static constexpr bool kScalesApart = kFormat.by_page;
+  static_assert(Staged::kUnitRows == 2, "half a warp has a row");
+  static_assert((kUnitsOfBlock < kUnits || !kScalesApart) && kUnits <= 2 * kUnitsOfBlock, "begin_scales()");
 
-  CUTE_DEVICE std::uint32_t latent(bool second) const {
-    return shared_address(shared.staged.latent[second]) + first_row * sizeof(shared.staged.latent[0][0]);
-  }
-  // The lane's 16 bytes of a row, eight lanes to a row.
-  CUTE_DEVICE std::uint32_t positions(bool second, int n) const {
-    return shared_address(shared.staged.positions[second]) + (first_row + this->position_row() + n) * 128 +
-           lane % 8 * 16;
-  }
+  fa3::Ring<kUnits> ring;
+  // The lane's slot of the blocks that were looked up last, and which of all exist.
+  const char* record;
+  const char* scales;
+  std::uint32_t next_listed;
 
-  CUTE_DEVICE void copy(bool second, bool right) {
-    const bool with_positions = has_positions(second, right);
-    const char* rows_of_lane[kLaneRows];  // all before the first copy, whose registers are free late
-    const char* rows_of_positions[kLaneRows / 2];
-    CUTE_UNROLL
-    for (int n = 0; n < kLaneRows; ++n) rows_of_lane[n] = this->row_of(n);
-    CUTE_UNROLL
-    for (int n = 0; n < kLaneRows / 2; ++n) rows_of_positions[n] = this->row_of(this->position_row() + n);
-    if (with_positions) {
-      CUTE_UNROLL
-      for (int n = 0; n < kLaneRows / 2; ++n) {
-        cp_async_16(positions(second, n), rows_of_positions[n] + (kFormat.positions_at + lane % 8 * 16));
-      }
-    }
-    if (!kPositionsAreValues || !right || lane % 16 < 12) {
-      const int column = right * (kLatentDim / 2) + lane % 16 * 16;
-      CUTE_UNROLL
-      for (int n = 0; n < kLaneRows; ++n) {
-        cp_async_16(latent(second) + n * 256 + lane % 16 * 16, rows_of_lane[n] + column);
-      }
-    }
-  }
-
-  CUTE_DEVICE void begin(const Job& job, int block) {
-    this->begin_list(job);
-    this->begin_block(stage_of<Tile>(block));
-    copy(false, false);
-    cp_async_commit();
-    copy(true, true);
-    cp_async_commit();
-  }
-
-  CUTE_DEVICE void widen(int stage, bool second, bool right) {
-    if (kFormat.has_exponents && !second) this->widen_scales(stage);
-    const bool with_positions = has_positions(second, right);
-    uint2 position[kLaneRows / 2][2];
-    if (with_positions) {
-      CUTE_UNROLL
-      for (int n = 0; n < kLaneRows / 2; ++n) {
-        position[n][0] = load_shared_8(positions(second, n));
-        position[n][1] = load_shared_8(positions(second, n) + 8);
-      }
-    }
-    const int panel_of_part = lane / 8 % 2;
-    const std::uint32_t raw = latent(second) + lane % 16 * 8;
-    const std::uint32_t to =
-        this->rows(stage) + (right * kHalfPanels + panel_of_part) * kPanelBytes + ((lane ^ first_row) % 8 << 4);
-    const std::uint32_t factors = this->own_scales(stage, right);
-    uint2 numbers[kLaneRows][2], scale[kLaneRows];
-    CUTE_UNROLL
-    for (int row = 0; row < kLaneRows; ++row) {
-      CUTE_UNROLL
-      for (int part = 0; part < 2; ++part) numbers[row][part] = load_shared_8(raw + row * 256 + part * 128);
-      scale[row] = load_shared_8(factors + row * kScaleBytes);
-    }
-    CUTE_UNROLL
-    for (int row = 0; row < kLaneRows; ++row) {
-      CUTE_UNROLL
-      for (int part = 0; part < 2; ++part) {
-        const float factor = __uint_as_float(part == 0 ? scale[row].x : scale[row].y);
-        const uint2 low = scaled<Element>(numbers[row][part].x, factor);
-        const uint2 high = scaled<Element>(numbers[row][part].y, factor);
-        if (!kPositionsAreValues || !right || part == 0 || panel_of_part == 0) {
-          store_shared_16((to ^ row << 4) + 2 * part * kPanelBytes + row * 128, low, high);
-        }
-      }
-    }
-    if (with_positions) {
-      CUTE_UNROLL
-      for (int n = 0; n < kLaneRows / 2; ++n) {
-        store_shared_16(this->position_address(stage, n), position[n][0], position[n][1]);
-      }
-    }
-  }
-
-  // Widens a half of a block, and begins to copy the half of the next block that takes its place.
-  template <bool kSecond>
-  CUTE_DEVICE void step(int block, bool right, bool has_next) {
-    const int stage = stage_of<Tile>(block);
-    cp_async_wait<1>();  // the other half, or nothing, may be under way
-    if (!kSecond) {
-      const std::uint32_t phase = phase_of<Tile>(block) ^ 1;
-      for (Barrier& group : shared.k_empty[stage]) group.wait(phase);
-      if (lane == 0) {
-        reinterpret_cast<std::uint8_t*>(shared.listed[stage])[warp] = std::uint8_t(this->listed);
-      }
-    }
-    __syncwarp();
-    widen(stage, kSecond, right);
-    __syncwarp();
+  CUTE_DEVICE StagedGather(const fa3::KernelParams& params, Shared<Tile>& shared_, int warp_, int lane_)
+      : Base(params, shared_, warp_, lane_) {
     if (lane == 0) {
-      if (kSecond) shared.k_full[stage][kRopePanel].arrive();
-      shared.k_full[stage][right ? kHalfPanels : 0].arrive();
+      for (Barrier& full : shared.staged.full[warp]) full.init(1);
+      fa3::fence_barrier_init();
     }
-    if (has_next) {
-      if (!kSecond) this->begin_block(stage_of<Tile>(block + 1));
-      copy(kSecond, !right);
-    }
-    cp_async_commit();
+    __syncwarp();
   }
+
+  CUTE_DEVICE std::uint32_t unit(int index) const {
+    return shared_address(shared.staged.records[warp]) + index * kUnitBytes;
+  }
+
+  // Begins to copy the n-th unit of a tile, to memory of the ring that is free.
+  CUTE_DEVICE void begin_unit(int n, int kv_blocks, int index) {
+    if (n >= kv_blocks * kUnitsOfBlock) return;
+    if (n % (kGroup * kUnitsOfBlock) == 0) {
+      const typename Base::Located slot = this->locate();
+      record = slot.record;
+      scales = slot.scales;
+      next_listed = __ballot_sync(kAll, slot.exists);
+      this->read_list();
+    }
+    Barrier& full = shared.staged.full[warp][index];
+    if (lane == 0) full.arrive_and_expect(kUnitBytes);
+    if (lane / Staged::kUnitRows == n % (kGroup * kUnitsOfBlock)) {
+      fa3::bulk_load(unit(index) + lane % Staged::kUnitRows * Staged::kRecordBytes, record, Staged::kRecordBytes, full);
+    }
+  }
+  CUTE_DEVICE void begin_scales(int stage, int i, int kv_blocks) {
+    if constexpr (kScalesApart) {
+      if (i >= kv_blocks) return;
+      if (lane / kRows == i % kGroup) this->copy_scales(stage, lane % kRows, scales);
+      cp_async_commit();
+    }
+  }
+
+  CUTE_DEVICE void begin(const Job& job, int first_block) {
+    this->begin_list(job);
+    fa3::Ring<kUnits> next = ring;
+    CUTE_NO_UNROLL
+    for (int n = 0; n < kUnits; ++n, next.advance()) begin_unit(n, job.kv_blocks, next.index);
+    begin_scales(stage_of<Tile>(first_block), 0, job.kv_blocks);
+  }
+
+  // A row of each half of the warp. The lane has 8 numbers of each 128.
+  CUTE_DEVICE void widen_unit(int stage, int n, std::uint32_t records) {
+    constexpr int kParts = kLatentDim / 128;
+    const int row = warp_row + n * Staged::kUnitRows + lane / 16;
+    const std::uint32_t from = records + lane / 16 * Staged::kRecordBytes;
+    const std::uint32_t to =
+        shared_address(shared.k[stage]) + row * 128 + lane / 8 % 2 * kPanelBytes + ((lane ^ row) % 8 << 4);
+    uint2 numbers[kParts];
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) numbers[part] = load_shared_8(from + part * 128 + lane % 16 * 8);
+    std::uint32_t factors[kParts];
+    if constexpr (kScalesApart) {
+      const std::uint32_t of_row = shared_address(&shared.tokens.scales[stage]) + row * kScaleBytes;
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const uint2 x = load_shared_8(of_row + half * (kScaleBytes / 2) + lane % 16 / (kFormat.group / 8) * 8);
+        factors[2 * half] = x.x, factors[2 * half + 1] = x.y;
+      }
+    } else {
+      const uint4 x = load_shared_16(from + kFormat.scales_at);
+      factors[0] = x.x, factors[1] = x.y, factors[2] = x.z, factors[3] = x.w;
+    }
+    uint4 position;
+    if (kFormat.positions > 0) position = load_shared_16(from + kFormat.positions_at + lane % 8 * 16);
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      const float factor = __uint_as_float(factors[part]);
+      uint2 low = scaled<Element>(numbers[part].x, factor), high = scaled<Element>(numbers[part].y, factor);
+      if (kPositionsAreValues && part == kParts - 1 && lane / 8 % 2 == 1) {
+        low = {position.x, position.y}, high = {position.z, position.w};
+      }
+      store_shared_16(to + 2 * part * kPanelBytes, low, high);
+    }
+    if (Tile::kHasPositions && lane / 8 % 2 == 0) {
+      store_shared_16(to + kRopePanel * kPanelBytes, {position.x, position.y}, {position.z, position.w});
+    }
+  }
+
   CUTE_DEVICE void take_blocks(int first_block, int kv_blocks) {
     CUTE_NO_UNROLL
     for (int i = 0; i < kv_blocks; ++i) {
-      step<false>(first_block + i, i % 2 != 0, i + 1 < kv_blocks);
-      step<true>(first_block + i, i % 2 == 0, i + 1 < kv_blocks);
+      const int block = first_block + i, stage = stage_of<Tile>(block);
+      listed = i % kGroup == 0 ? next_listed : listed >> kRows;
+      if constexpr (kScalesApart) {
+        cp_async_wait<0>();
+        __syncwarp();
+        this->widen_scales(stage);
+        begin_scales(stage_of<Tile>(block + 1), i + 1, kv_blocks);
+      }
+      const std::uint32_t phase = phase_of<Tile>(block) ^ 1;
+      for (Barrier& group : shared.k_empty[stage]) group.wait(phase);
+      if (lane == 0) shared.listed[stage][warp] = listed;
+      CUTE_UNROLL
+      for (int n = 0; n < kUnitsOfBlock; ++n, ring.advance()) {
+        shared.staged.full[warp][ring.index].wait(ring.phase);
+        widen_unit(stage, n, unit(ring.index));
+        __syncwarp();
+        begin_unit(i * kUnitsOfBlock + n + kUnits, kv_blocks, ring.index);
+      }
+      if (lane == 0) {
+        shared.k_full[stage][0].arrive();
+        shared.k_full[stage][kHalfPanels].arrive();
+        shared.k_full[stage][kRopePanel].arrive();
+      }
     }
   }
 };

@@ -124,10 +124,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   if constexpr (Tile::kFewHeads) {
     if (warp < 4 || warp >= 12) {
+      decrease_registers<Tile::kProducerRegisters>();
       produce<Element, Tile>(params, shared, warp < 4 ? warp : warp - 8, source);
     } else if (warp < 8) {
+      increase_registers<Tile::kConsumerRegisters>();
       FewHeadsConsumer<Element, Tile, 0>(params, shared).run();
     } else {
+      increase_registers<Tile::kConsumerRegisters>();
       FewHeadsConsumer<Element, Tile, 1>(params, shared).run();
     }
   } else if (warp < 4) {

@@ -36,6 +36,7 @@ struct Tile {
   static constexpr int kScales = 0;            // of a token
   static constexpr int kListedWords = 2;       // Shared::listed
   static constexpr bool kHasPositions = true;  // keys have columns behind the latent ones
+  static constexpr int kStagePanels = kHeadDimQk / 64;
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
   static constexpr bool kShares = true;
@@ -85,8 +86,12 @@ template <DType kTokens>
 struct FewHeadsTile : QuantizedTile<kTokens> {
   static constexpr bool kFewHeads = true;
   static constexpr int kQRows = 16;
-  static constexpr int kProducerWarps = 8;
+  static constexpr int kProducerWarps = 16;
+  static constexpr int kProducerRegisters = 64;
+  static constexpr int kConsumerRegisters = 112;
   static constexpr int kThreads = (kProducerWarps + 8) * 32;
+  static constexpr int kListedWords = 16;                                       // the rows of a warp each
+  static constexpr int kStagePanels = QuantizedTile<kTokens>::kHeadDimQk / 64;  // P has memory of its own
 };
 
 // ---- Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
@@ -135,15 +140,23 @@ struct alignas(16) TokenAndScalesAt : TokenAt {
 template <class Tile>
 struct alignas(16) TokensToRead {
   using At = std::conditional_t<Tile::kFormat.by_page, TokenAndScalesAt, TokenAt>;
+  using Scales = float[Tile::kStages][Tile::kBlockN][Tile::kScales];
 
-  float scales[Tile::kStages][Tile::kBlockN][Tile::kScales];
-  At at[32 * Tile::kProducerWarps];  // (block, row that the CTA reads)
+  // Of few heads, records come whole, with scales that lie in them.
+  std::conditional_t<Tile::kFewHeads && !Tile::kFormat.by_page, Nothing, Scales> scales;
+  std::conditional_t<Tile::kFewHeads, Nothing, At[32 * Tile::kProducerWarps]> at;  // (block, row that the CTA reads)
 };
 
-// Halves of tokens as they are stored: where they are copied before they are widened.
+// Of few heads: tokens as they are stored, before they are widened, and P.
+template <class Tile>
 struct StagedTokens {
-  char latent[2][64][256];     // (half, row, e4m3)
-  char positions[2][64][128];  // (half, row, 64)
+  static constexpr int kRecordBytes = Tile::kFormat.data_bytes();
+  static constexpr int kUnitRows = 2;                                                 // of a warp, widened together
+  static constexpr int kUnits = kRecordBytes > 600 ? 2 : kRecordBytes > 512 ? 3 : 4;  // of a warp
+
+  alignas(1024) char p[2][Tile::kQRows * 128];  // (warpgroup, (head, 64 keys))
+  alignas(16) char records[Tile::kProducerWarps][kUnits][kUnitRows][kRecordBytes];
+  Barrier full[Tile::kProducerWarps][kUnits];  // the warp, with the bytes of bulk copies
 };
 
 // Panels that are given back together.
@@ -151,10 +164,10 @@ enum PanelGroup { kLeft, kRight, kRope, kPanelGroups };
 
 template <class Tile>
 struct Shared {
-  char q[Tile::kHeadDimQk / 64 * Tile::kQRows * 128];  // (rows, 64, panels)
-  char k[Tile::kStages][kPanels * kPanelBytes];        // (BLK_N, 64, panels)
-  RowState states[2][64];                              // (warpgroup, row)
-  float sums[2][2][64];                                // (parity of the tile, warpgroup, row)
+  char q[Tile::kHeadDimQk / 64 * Tile::kQRows * 128];       // (rows, 64, panels)
+  char k[Tile::kStages][Tile::kStagePanels * kPanelBytes];  // (BLK_N, 64, panels)
+  RowState states[2][64];                                   // (warpgroup, row)
+  float sums[2][2][64];                                     // (parity of the tile, warpgroup, row)
   // Of keys by slots.
   // (stage, part of the keys), a bit per key: whether there is such a slot.
   alignas(16) std::uint32_t listed[Tile::kStages][Tile::kListedWords];
@@ -193,10 +206,11 @@ struct Shared {
   Barrier p_full[2][4];
   Barrier landed[2];
 
-  fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
-  fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
+  // Of keys by pages: (K warp, 32), and (K warp, of the latent columns and the others).
+  std::conditional_t<Tile::kBySlots, Nothing, fa3::BoxSource[2][fa3::kBoxBatch]> boxes;
+  std::conditional_t<Tile::kBySlots, Nothing, fa3::RowOffsets<Tile::kBlockN>[2][2]> row_offsets;
   SplitTable splits;
-  alignas(16) std::conditional_t<Tile::kFewHeads, StagedTokens, Nothing> staged;
+  std::conditional_t<Tile::kFewHeads, StagedTokens<Tile>, Nothing> staged;
   std::conditional_t<Tile::kCtasPerTile == 2, SentJobs, Nothing> from_peer;
   // Of quantized caches.
   std::conditional_t<Tile::kQuantized, ClaimedTile, Nothing> claimed;
