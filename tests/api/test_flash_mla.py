@@ -9,6 +9,7 @@ import math
 import sys
 from typing import Any
 
+import mla_problems
 import pytest
 import torch
 from captures import capture
@@ -21,6 +22,8 @@ from selected_problems import Selected, make
 
 import cutlass_kernels as ck
 from cutlass_kernels import flash_mla, mla
+from cutlass_kernels._attend import plan_free
+from cutlass_kernels._core import call_table
 
 INT32, U8, E4M3 = torch.int32, torch.uint8, torch.float8_e4m3fn
 SINKS = torch.tensor([0.5, -30.0, 4.0, math.inf, -math.inf, 0.0, 1e4, -2.0])
@@ -168,6 +171,76 @@ def test_layers_share_a_schedule_and_graphs_follow():
         want, _, want_lse = as_flash_mla(first)
         for out, lse in results:
             close((out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)), (want, want_lse))
+
+
+# --- dense calls ---
+
+CACHES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3}
+LENGTHS: dict[str, list[int]] = {"none": [0], "short": [0, 64, 2], "split": [5000, 0, 3]}
+
+
+def pages(kv_dtype: torch.dtype, lens: list[int], rows: int, heads: int, device: str) -> dict[str, Any]:
+    """Arguments of attention(). Tables have room for 5000 keys, which are split, or for 64."""
+    room = [64 if 64 in lens else 5000] * len(lens)
+    dtype = torch.float16 if kv_dtype == torch.float16 else torch.bfloat16
+    problem = mla_problems.make([rows] * len(lens), room, heads, 64, device, dtype)
+    cache = problem.cache.nan_to_num().to(kv_dtype).unsqueeze(2)
+    given: dict[str, Any] = dict(q=problem.q.unflatten(0, (-1, rows)), k=cache, v=cache[..., :512], causal=True)
+    given |= dict(page_table=problem.table, seqused_k=torch.tensor(lens, dtype=INT32, device=device))
+    return given | dict(sm_scale=SCALE, return_lse=True, lse_base=math.e)
+
+
+def check_rows_without_keys(found: tuple[torch.Tensor, torch.Tensor], given: dict[str, Any], want: Any) -> None:
+    """All but their LSE is what attention() gives."""
+    (out, lse), (want_out, want_lse) = found, want
+    positions = given["seqused_k"][:, None] + torch.arange(out.size(1), device=out.device) - out.size(1)
+    empty = positions < 0 if given["causal"] else (given["seqused_k"] == 0)[:, None].expand_as(positions)
+    assert bool(empty.any()) and not out[empty].any() and bool((lse[empty] == math.inf).all())
+    assert_bitwise(out, want_out)
+    assert_bitwise(lse[~empty], want_lse[~empty])
+    assert bool((want_lse[empty] == -math.inf).all())
+
+
+@DEVICES
+@every(kv_dtype=CACHES, lens=LENGTHS, heads=[8, 128], rows=[1, 4], causal=[False, True], schedule=[False, True])
+def test_dense_rows_without_keys(device, kv_dtype, lens, heads, rows, causal, schedule):
+    given = pages(kv_dtype, lens, rows, heads, device) | dict(causal=causal)
+    want = ck.attention(**given)
+    metadata = flash_mla.get_mla_metadata()[0] if schedule else None
+    for _ in range(2):  # layers
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            given["q"], given["k"], given["page_table"], given["seqused_k"], 512, metadata, None, SCALE, causal
+        )
+        check_rows_without_keys((out, lse.transpose(1, 2)), given, want)
+
+
+@mla_problems.PLACES
+@every(kv_dtype=CACHES, lens=LENGTHS, heads=[8, 64], rows=[1, 40], num_splits=[1, 5], sinks=[False, True])
+def test_dense_rows_without_keys_of_each_backend(place, kv_dtype, lens, heads, rows, num_splits, sinks):
+    device, backend = place
+    if backend == "fa3" and kv_dtype == E4M3:
+        pytest.skip("fa2 reads such caches")
+    given = pages(kv_dtype, lens, rows, heads, device) | dict(num_splits=num_splits, backend=backend)
+    (_, want_lse), some = ck.attention(**given), SINKS.clamp(-30, 30).repeat(heads // 8).to(device)
+    given["sinks"] = some if sinks else None
+    call = call_table.Call(**given, flash_mla_lse=True)
+    found = plan_free.attend(tuple(call))
+    want = ck.attention(**given)[0]
+    check_rows_without_keys(found, given, (want, want_lse))
+
+
+@DEVICES
+def test_dense_rows_without_keys_of_512_columns(device):
+    """Kernels for other head dimensions do not write FlashMLA's LSE."""
+    given = pages(torch.bfloat16, LENGTHS["split"], 2, 8, device)
+    given["q"], given["k"] = (given[name][..., :512].contiguous() for name in "qk")
+    given["v"] = given["k"]
+    want = ck.attention(**given)
+    options = None, None, SCALE, True
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        given["q"], given["k"], given["page_table"], given["seqused_k"], 512, *options
+    )
+    check_rows_without_keys((out, lse.transpose(1, 2)), given, want)
 
 
 # --- names and refusals ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -57,6 +58,17 @@ def test_pages_are_read_where_they_lie(gpu, q_form, k_form):
         assert (k_at, page) == ((k_rope.data_ptr(), k_rope.stride(1), k_rope.stride(2)), k_rope.stride(0))
     else:
         assert (k_at, page) == (NOWHERE, 0)
+
+
+def test_latent_kernels_write_the_lse_of_flash_mla(gpu):
+    (q, _), (k, _) = queries("whole"), cache("whole")
+    lse = dict(return_lse=True, lse_base=math.e, flash_mla_lse=True)
+    _, found = gpu.module.attention(*arguments(q, k, **paged(), **lse))
+    launch = gpu.launched()
+    assert launch["flash_mla_lse"] and launch["lse"][0] == found.data_ptr()
+    q, k = q[..., :256].contiguous(), k[..., :256].contiguous()
+    for others, served in ((lse, False), (lse | dict(flash_mla_lse=False), True)):
+        assert gpu.accepts(gpu.module.attention, *arguments(q, k, **paged(), **others), planned=True) is served
 
 
 @pytest.mark.parametrize("form", ["views", "apart"])

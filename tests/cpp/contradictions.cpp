@@ -225,7 +225,7 @@ std::vector<Case> sizes() {
   add(latent, "Set v to k", [](auto& p) { p.v.data = memory + 16; });
   add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
   add(latent, "max_logits is for keys by slots", [](auto& p) { p.max_logits = reinterpret_cast<float*>(memory); });
-  add(latent, "flash_mla_lse is for keys by slots", [](auto& p) { p.flash_mla_lse = true; });
+  add(latent, nullptr, [](auto& p) { p.flash_mla_lse = true; });
   add(by_slots, "slots_per_page=-1 must not be negative", [](auto& p) { p.pages.slots_per_page = -1; });
   add(by_slots, "slots_per_page=64 with page_size=64", [](auto& p) { p.pages.page_size = 64; });
   add(by_slots, "needs a page table with a row per request", [](auto& p) { p.pages.table_stride = 0; });

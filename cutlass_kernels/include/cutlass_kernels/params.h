@@ -206,7 +206,7 @@ struct TensorParams {
   TensorView o;            ///< [total_q, num_qo_heads, head_dim_vo]
   float* lse = nullptr;    ///< optional
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
-  /// Whether the LSE is as FlashMLA has it: without sinks, and +inf for a row that sees no key. For keys by slots.
+  /// Whether the LSE is as FlashMLA has it: without sinks, and +inf for a row without keys. Of latent attention.
   bool flash_mla_lse = false;
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;

@@ -127,19 +127,21 @@ CUTE_DEVICE void store_four(const LaunchParams& p, std::int64_t element, const f
   }
 }
 
-// Of latent attention, by one thread: the LSE of a row, and the largest of its logits. m, in base 2, is that logit if
-// it is wanted; m and sum are without the sink.
+// Of latent attention, by one thread: the LSE of a row, and of keys by slots (kMaxLogits) the largest of its logits. m,
+// in base 2, is that logit if it is wanted; m and sum are without the sink.
+template <bool kMaxLogits = true>
 CUTE_DEVICE void write_row_stats(const LaunchParams& p, const FinishedRow& finished, float m, float sum,
                                  std::int64_t token, int head) {
   if (p.lse != nullptr) {
     const float lse = p.flash_mla_lse ? flash_mla_lse(m, sum) : finished.lse();
     p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = lse * p.lse_scale;
   }
-  if (p.max_logits != nullptr) p.max_logits[token * p.num_qo_heads + head] = m / kLog2e;
+  if (kMaxLogits && p.max_logits != nullptr) p.max_logits[token * p.num_qo_heads + head] = m / kLog2e;
 }
 
-// Writes a row of the output, of request `batch`, by a warp. kLatent: of latent attention, if it is asked for more.
-template <class Element, bool kLatent = false, int kPanels>
+// Writes a row of the output, of request `batch`, by a warp. kLatent: of latent attention, by write_row_stats(). (To ask
+// for max_logits where there are none makes fa2's tile for many rows of e4m3 spill 92 bytes instead of 60.)
+template <class Element, bool kLatent = false, bool kMaxLogits = kLatent, int kPanels>
 CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined, int batch, std::int64_t token,
                            int head) {
   const int lane = threadIdx.x % 32;
@@ -159,7 +161,7 @@ CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& co
     }
   }
   if constexpr (kLatent) {
-    if (lane == 0) write_row_stats(p, finished, combined.m, combined.sum, token, head);
+    if (lane == 0) write_row_stats<kMaxLogits>(p, finished, combined.m, combined.sum, token, head);
   } else if (p.lse != nullptr && lane == 0) {
     p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
   }

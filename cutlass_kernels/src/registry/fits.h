@@ -45,8 +45,8 @@ inline bool has_rope(const AttentionParams& params) {
   return params.q_rope.data != nullptr || params.k_rope.data != nullptr;
 }
 
-/// What KernelEntry::reads_slots stands for, as the caller has set it; empty if nothing is.
-inline std::string needs_slots(const AttentionParams& params) {
+/// What is for latent kernels alone (KernelEntry::reads_slots), as the caller has set it; empty if nothing is.
+inline std::string needs_latent_kernel(const AttentionParams& params) {
   if (params.pages.slots_per_page > 0) return "slots_per_page=" + std::to_string(params.pages.slots_per_page);
   if (params.max_logits != nullptr) return "max_logits";
   return params.flash_mla_lse && params.lse != nullptr ? "flash_mla_lse" : "";

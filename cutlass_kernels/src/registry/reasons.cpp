@@ -143,8 +143,8 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
                        " kernels of this build: put its columns behind the first 512 of the tensor "
                        "it belongs to, in the same rows.");
   }
-  if (const std::string slots = needs_slots(params); !slots.empty() && !left.front()->reads_slots) {
-    reasons->push_back(slots + " is for the kernels of latent attention (head dimensions 576 and 512), not for these " +
+  if (const std::string asked = needs_latent_kernel(params); !asked.empty() && !left.front()->reads_slots) {
+    reasons->push_back(asked + " is for the kernels of latent attention (head dimensions 576 and 512), not for these " +
                        name +
                        " kernels: " + (params.pages.slots_per_page > 0 ? "give each request pages." : "leave it out."));
   }

@@ -44,7 +44,7 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
   };
   return types_fit(info, params) && head_dims_fit(info, params) && writes(info.q_dtype, params.o_dtype) &&
          device_fits(info, compute_capability) && has_features() && (entry.reads_rope || !has_rope(params)) &&
-         (entry.reads_slots || needs_slots(params).empty()) &&
+         (entry.reads_slots || needs_latent_kernel(params).empty()) &&
          (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 

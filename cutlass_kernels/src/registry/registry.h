@@ -27,7 +27,7 @@ struct KernelEntry {
   bool uses_mask_extents = false;
   /// Whether it reads AttentionParams::q_rope and k_rope.
   bool reads_rope = false;
-  /// Whether it reads keys by slots (PageTable::slots_per_page), and writes max_logits and a flash_mla_lse.
+  /// Of latent kernels: reads keys by slots (PageTable::slots_per_page), writes max_logits and a flash_mla_lse.
   bool reads_slots = false;
 };
 

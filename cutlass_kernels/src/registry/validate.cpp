@@ -86,9 +86,8 @@ std::string impossible_shard(const AttentionParams& params) {
 std::string impossible_slots(const AttentionParams& params) {
   const PageTable& pages = params.pages;
   if (pages.slots_per_page == 0) {
-    if (params.max_logits == nullptr && !params.flash_mla_lse) return "";
-    return std::string(params.max_logits != nullptr ? "max_logits" : "flash_mla_lse") +
-           " is for keys by slots: set slots_per_page, or leave it out.";
+    if (params.max_logits == nullptr) return "";
+    return "max_logits is for keys by slots: set slots_per_page, or leave it out.";
   }
   const std::string slots = "slots_per_page=" + number(pages.slots_per_page);
   if (pages.slots_per_page < 0) return slots + " must not be negative; 0 means that indices are page numbers.";

@@ -21,9 +21,11 @@ _NAME = "flash_mla_with_kvcache"
 _UNSERVED = (352, 288)  # bytes per token of FlashMLA's other quantized caches
 # SGLang's fork of FlashMLA has names of its own.
 _FORMATS = {"V32": "v3.2", "V32_NO_ROPE": "v3.2_nope", "V4": "v4", "V41": "v4.1_pages"}
+_LATENT_COLUMNS = 576  # kernels of dense calls with others write -inf for a row that sees no key
 _LSE = dict(return_lse=True, lse_base=math.e)
 _pack_dense = call_table.packer(
-    "q k v page_table seqused_k kv_format causal sm_scale q_descale k_descale v_descale out schedule", **_LSE
+    "q k v page_table seqused_k kv_format causal sm_scale q_descale k_descale v_descale out schedule flash_mla_lse",
+    **_LSE,
 )
 _pack_selected = call_table.packer(
     "q k v kv_indices_per_token topk_length sinks extra_k extra_indices_per_token extra_topk_length kv_format causal "
@@ -114,8 +116,8 @@ def flash_mla_with_kvcache(
     """Latent attention (MLA) of decode steps over a paged cache, for any number of query rows.
 
     Lengths, block tables and indices are read on the GPU, so a captured call follows new ones. Without ``indices``, row
-    i of n rows of a request stands at position ``i + cache_seqlen - n``. A row that sees no key has output 0. Its LSE
-    is -inf, with ``indices`` +inf.
+    i of n rows of a request stands at position ``i + cache_seqlen - n``. A row that sees no key has output 0 and LSE
+    +inf, unlike rows of ``attention()``, whose LSE is then -inf.
 
     Args:
         q: ``[batch, rows, num_heads, 576]``: the absorbed queries, then those of the position. float16, bfloat16 or
@@ -201,8 +203,11 @@ def flash_mla_with_kvcache(
     if k_cache.dtype not in FP8_DTYPES:
         descale_k = None
     options = (causal, softmax_scale, descale_q, descale_k, descale_k, out, _schedule_of(tile_scheduler_metadata))
+    has_lse = True  # FlashMLA's
     if indices is None:
-        call, names = _pack_dense(q, k_cache, values, block_table, cache_seqlens, kv_format, *options), _NAMES_OF_DENSE
+        has_lse = q.size(-1) == _LATENT_COLUMNS
+        dense = block_table, cache_seqlens, kv_format, *options, has_lse
+        call, names = _pack_dense(q, k_cache, values, *dense), _NAMES_OF_DENSE
     else:
         if extra_indices_in_kvcache is not None:
             _check_lists(q, extra_indices_in_kvcache, "extra_indices_in_kvcache")
@@ -211,6 +216,8 @@ def flash_mla_with_kvcache(
         lists = _by_row(indices), topk_length, attn_sink
         call, names = _pack_selected(q, k_cache, values, *lists, *extra, kv_format, *options), _NAMES
     result, lse = attend(call, names)
+    if not has_lse:
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
     return result, lse.transpose(1, 2)
 
 

@@ -136,6 +136,26 @@ void check_slots() {
           "fa3 takes keys by slots however few rows there are");
 }
 
+/// FlashMLA's LSE of pages is for latent attention alone, too, and of no matter without an LSE.
+void check_flash_mla_lse() {
+  const auto with_lse = [](ck::AttentionParams params) {
+    params.flash_mla_lse = true;
+    params.lse = static_cast<float*>(at(kWorkspace));
+    return params;
+  };
+  for (const ck::DType kv_dtype : {ck::DType::kFloat16, ck::DType::kFloat8E4M3}) {
+    ck::Plan plan;
+    const ck::Status made = ck::make_plan(with_lse(latent(16, 4, 1, 1000, kv_dtype)), &plan);
+    require(made.ok(), made.message);
+  }
+  ck::AttentionParams others = with_lse(batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 16, 1, 4, 1, 1000));
+  const auto reasons = ck::not_supported_reasons(ck::Backend::kFa2, others, 90);
+  require(reasons.size() == 1 && reasons[0].find("flash_mla_lse is for the kernels of latent attention") == 0,
+          reasons.empty() ? "other kernels refuse it" : reasons[0]);
+  others.lse = nullptr;
+  require(ck::not_supported_reasons(ck::Backend::kFa2, others, 90).empty(), "no LSE is FlashMLA's, too");
+}
+
 /// fa2 has separate kernels for keys by slots, which divide entries of the table by the slots of a page.
 void check_kernels_of_slots() {
   for (const ck::DType kv_dtype : {ck::DType::kFloat16, ck::DType::kFloat8E4M3}) {
@@ -172,5 +192,6 @@ void check_latent_attention() {
   check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);
   check_ropes_that_are_broadcast();
   check_slots();
+  check_flash_mla_lse();
   check_kernels_of_slots();
 }

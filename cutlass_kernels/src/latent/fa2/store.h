@@ -94,7 +94,7 @@ struct TileStore {
     for (int row = int(threadIdx.x) / 32; row < Tile::kBlockM; row += Tile::kWarps) {
       const PlaceOfRow place(params, tile, row);
       if (!place.exists) break;
-      store_row<Element, Tile::kBySlots>(
+      store_row<Element, true, Tile::kBySlots>(
           p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head), work.batch,
           std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
     }
@@ -166,13 +166,9 @@ struct TileStore {
     float factor = p.v_scale * scale_of(p.output_scale, work.batch, head) * weight;
     const FinishedRow finished = finish_row<Tile::kBySlots>(m, sum, p.sinks, head, [&](float by) { factor *= by; });
     const float scale = finished.scale(factor);
-    if ((Tile::kBySlots || p.lse != nullptr) && place.exists && column == 0 && lane % 4 == 0) {
+    if (place.exists && column == 0 && lane % 4 == 0) {
       const std::int64_t token = std::int64_t(work.q_begin) + tile.row_begin + place.token;
-      if constexpr (Tile::kBySlots) {
-        write_row_stats(p, finished, m, sum, token, head);
-      } else {
-        p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
-      }
+      write_row_stats<Tile::kBySlots>(p, finished, m, sum, token, head);
     }
     char* out = staged() + (r * 8 + lane / 4) * kPitch;
     CUTE_UNROLL

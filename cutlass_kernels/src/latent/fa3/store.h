@@ -83,8 +83,8 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, Sha
         finish_row(m[r], sums[r], p.sinks, to.exists ? to.head : job.head, [&](float weight) { factor *= weight; });
     scales[r] = finished.scale(factor);
     is_empty[r] = finished.is_empty || !to.exists;  // rows of Q that are never loaded stay zeros
-    if (kHalf == 0 && p.lse != nullptr && to.exists && lane % 4 == 0) {
-      p.lse[to.token * p.lse_stride_token + to.head * p.lse_stride_head] = finished.lse() * p.lse_scale;
+    if (kHalf == 0 && to.exists && lane % 4 == 0) {
+      write_row_stats<false>(p, finished, m[r], sums[r], to.token, to.head);
     }
   }
   char* const panels = shared.q + kHalf * kHalfPanels * kPanelBytes;  // (64, 64, panels / 2)
