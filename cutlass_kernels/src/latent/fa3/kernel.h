@@ -14,7 +14,7 @@
 //
 // Of quantized caches, all four producer warps copy rows of every block, and widen them (gather_quantized.h); of 128
 // heads, and of multiples, for the tiles of two CTAs, each half. With up to 16 heads, keys are the rows of wgmma, and
-// there are eight (few_heads.h).
+// there are sixteen producer warps (few_heads.h, gather_staged.h).
 //
 // Of keys by slots, warps 2 and 3 copy half of the rows of every block, warp 1 their columns of the position
 // (gather_slots.h), and registers are 56 and 224.

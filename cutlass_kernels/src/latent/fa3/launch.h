@@ -16,13 +16,13 @@ inline Candidates candidates(const AttentionParams& params, const Device& device
   TileShape shape = fa3::packed_tile_shape<Tile>(params, packed_heads(params, fa3::kWarpgroupRows));
   shape.has_shares = true;
   if (params.pages.slots_per_page > 0) {
-    // A split writes 2 KB for each of its heads, which are read again: of a few heads, or a few splits, these may be
-    // shorter.
+    // A split writes 2 KB for each of its heads, which are read again: of a few heads, or where CTAs would be without
+    // work, these may be shorter.
     const std::int64_t blocks = std::int64_t(params.batch_size) * (params.num_qo_heads / shape.packed_heads) *
                                 ((params.max_kv_len + Tile::kBlockN - 1) / Tile::kBlockN);
     if (shape.packed_heads <= 16 || 2 * blocks <= device.multiprocessors) {
       shape.least_split_keys = Tile::kBlockN;
-    } else if (shape.packed_heads <= 32 || blocks <= device.multiprocessors) {
+    } else if (shape.packed_heads <= 32 || blocks <= 2 * device.multiprocessors) {
       shape.least_split_keys = 2 * Tile::kBlockN;
     }
   }
