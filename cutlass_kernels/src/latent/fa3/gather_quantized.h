@@ -205,10 +205,14 @@ struct QuantizedGather {
     }
     return {record, scales, exists};
   }
+  // To where the slot lies that the lane has looked up.
+  CUTE_DEVICE std::uint32_t own_pointer() const {
+    return first_pointers() + (lane / kRows * kCtaRows + lane % kRows) * kPointerBytes;
+  }
   // Of the next kGroup blocks: where the rows of the warp lie, and which exist.
   CUTE_DEVICE void look_up() {
     const Located slot = locate();
-    const std::uint32_t to = first_pointers() + (lane / kRows * kCtaRows + lane % kRows) * kPointerBytes;
+    const std::uint32_t to = own_pointer();
     __syncwarp();  // where rows of the blocks before lie has been read
     if constexpr (kFormat.by_page) {
       store_shared_16(to, words_of(slot.record), words_of(slot.scales));

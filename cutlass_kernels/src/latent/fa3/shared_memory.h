@@ -144,15 +144,15 @@ struct alignas(16) TokensToRead {
 
   // Of few heads, records come whole, with scales that lie in them.
   std::conditional_t<Tile::kFewHeads && !Tile::kFormat.by_page, Nothing, Scales> scales;
-  std::conditional_t<Tile::kFewHeads, Nothing, At[32 * Tile::kProducerWarps]> at;  // (block, row that the CTA reads)
+  At at[32 * Tile::kProducerWarps];  // (block, row that the CTA reads)
 };
 
 // Of few heads: tokens as they are stored, before they are widened, and P.
 template <class Tile>
 struct StagedTokens {
   static constexpr int kRecordBytes = Tile::kFormat.data_bytes();
-  static constexpr int kUnitRows = 2;                                                 // of a warp, widened together
-  static constexpr int kUnits = kRecordBytes > 600 ? 2 : kRecordBytes > 512 ? 3 : 4;  // of a warp
+  static constexpr int kUnitRows = 2;                        // of a warp, widened together
+  static constexpr int kUnits = kRecordBytes > 600 ? 2 : 3;  // of a warp
 
   alignas(1024) char p[2][Tile::kQRows * 128];  // (warpgroup, (head, 64 keys))
   alignas(16) char records[Tile::kProducerWarps][kUnits][kUnitRows][kRecordBytes];
