@@ -23,6 +23,14 @@ CUTE_DEVICE uint2 load_shared_8(std::uint32_t from) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
   return x;
 }
+CUTE_DEVICE uint4 load_shared_16(std::uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
 CUTE_DEVICE std::uint32_t load_shared_4(std::uint32_t from) {
   std::uint32_t x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
@@ -356,27 +364,33 @@ struct QuantizedGather {
     if (kFormat.has_exponents && !second) widen_scales(stage);
     const int panel_of_part = lane / 8 % 2;
     const std::uint32_t full = shared.k_full[stage][right ? kHalfPanels : 0].address() + peer;  // of the peer
-    if (kPair && has_positions(second, right)) {
-      const std::uint32_t barrier = Tile::kHasPositions ? shared.k_full[stage][kRopePanel].address() + peer : full;
+    if (kPair && Tile::kHasPositions && second) {
+      const std::uint32_t barrier = shared.k_full[stage][kRopePanel].address() + peer;
       CUTE_UNROLL
       for (int n = 0; n < kLaneRows / 2; ++n) {
         const std::uint32_t there = position_address(stage, n);
-        const uint2 low = load_shared_8(there), high = load_shared_8(there + 8);
-        fa3::send(there + peer, barrier, int4{int(low.x), int(low.y), int(high.x), int(high.y)});
+        const uint4 x = load_shared_16(there);
+        fa3::send(there + peer, barrier, int4{int(x.x), int(x.y), int(x.z), int(x.w)});
       }
     }
+    // Columns of the position among the values are sent in the place of numbers that the lane does not have.
+    const bool is_position = kPair && kPositionsAreValues && right && panel_of_part == 1;  // of part 1
     const std::uint32_t half = rows(stage) + right * (kHalfPanels * kPanelBytes);
     const std::uint32_t raw = half + lane % 16 * 8;
     const std::uint32_t to = half + panel_of_part * kPanelBytes + ((lane ^ first_row) % 8 << 4);
     const std::uint32_t factors = own_scales(stage, right);
+    const auto place = [&](int row, int part) { return (to ^ row << 4) + 2 * part * kPanelBytes + row * 128; };
     struct {
       uint2 numbers[2], scale;  // [part]
+      uint2 more;               // of a position
     } read[2];
     const auto load = [&](int row) {
       CUTE_UNROLL
       for (int part = 0; part < 2; ++part) {
-        read[row % 2].numbers[part] = load_shared_8(raw + raw_panel(right, part) * kPanelBytes + row * 128);
+        const std::uint32_t from = raw + raw_panel(right, part) * kPanelBytes + row * 128;
+        read[row % 2].numbers[part] = load_shared_8(is_position && part == 1 ? place(row, part) : from);
       }
+      if (kPair && kPositionsAreValues && right) read[row % 2].more = load_shared_8(place(row, 1) + 8);
       read[row % 2].scale = load_shared_8(factors + row * kScaleBytes);
     };
     load(0);
@@ -388,12 +402,13 @@ struct QuantizedGather {
       for (int part = 0; part < 2; ++part) {
         const uint2 numbers = read[row % 2].numbers[part];
         const float scale = __uint_as_float(part == 0 ? read[row % 2].scale.x : read[row % 2].scale.y);
-        const uint2 low = scaled<Element>(numbers.x, scale);
-        const uint2 high = scaled<Element>(numbers.y, scale);
-        if (!kPositionsAreValues || !right || part == 0 || panel_of_part == 0) {
-          const std::uint32_t there = (to ^ row << 4) + 2 * part * kPanelBytes + row * 128;
-          store_shared_16(there, low, high);
-          if constexpr (kPair) fa3::send(there + peer, full, int4{int(low.x), int(low.y), int(high.x), int(high.y)});
+        uint2 low = scaled<Element>(numbers.x, scale);
+        uint2 high = scaled<Element>(numbers.y, scale);
+        if (is_position && part == 1) low = numbers, high = read[row % 2].more;
+        const bool has_numbers = !kPositionsAreValues || !right || part == 0 || panel_of_part == 0;
+        if (kPair || has_numbers) store_shared_16(place(row, part), low, high);
+        if constexpr (kPair) {
+          fa3::send(place(row, part) + peer, full, int4{int(low.x), int(low.y), int(high.x), int(high.y)});
         }
       }
     }

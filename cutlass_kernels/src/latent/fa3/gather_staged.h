@@ -12,15 +12,6 @@
 
 namespace cutlass_kernels::mla {
 
-CUTE_DEVICE uint4 load_shared_16(std::uint32_t from) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from)
-               : "memory");
-  return x;
-}
-
 template <class Element, class Tile>
 struct StagedGather : QuantizedGather<Element, Tile> {
   using Base = QuantizedGather<Element, Tile>;
