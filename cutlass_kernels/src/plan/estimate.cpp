@@ -58,6 +58,7 @@ Splits expected_splits(const AttentionParams& params, const TileShape& tile, Til
   }
   const std::int64_t splits = splits_without_list(rule, params, tile, source);
   if (params.batch_size == 1) return {std::max<std::int64_t>(splits, 1), splits > 1};
+  if (rule.per_request > 0) return {rule.per_request, rule.per_request > 1};
   // One per request more than are shared out: schedule/batch_splits.h.
   return {std::max<std::int64_t>(splits / params.batch_size - 1, 1), splits > params.batch_size};
 }
@@ -108,11 +109,10 @@ struct Sources {
   std::array<TileSource, 2> all{};
   int count = 0;
 
-  Sources(const KernelEntry& kernel, const AttentionParams& params, const TileShape& tile, const Device& device,
-          bool schedule_is_kept) {
+  Sources(const KernelEntry& kernel, const AttentionParams& params, const TileShape& tile, const Device& device) {
     const TileSource source = tile_source(params, kernel, tile);
     const bool may_have_list = source != TileSource::kList && is_batch(params) && !params.batch_invariant;
-    const ListUse use = may_have_list ? list_use(params, kernel, tile, device, schedule_is_kept) : ListUse::kNever;
+    const ListUse use = may_have_list ? list_use(params, kernel, tile, device) : ListUse::kNever;
     if (use != ListUse::kAlways) all[std::size_t(count++)] = source;
     if (use != ListUse::kNever) all[std::size_t(count++)] = TileSource::kList;
   }
@@ -145,7 +145,7 @@ Choice fastest(const KernelEntry& kernel, const AttentionParams& params, const D
   Choice best;
   bool is_first = true;
   for (const Candidate& candidate : candidates) {
-    const Sources sources(kernel, params, candidate.shape, device, schedule_is_kept);
+    const Sources sources(kernel, params, candidate.shape, device);
     for (const TileSource source : sources) {
       Choice choice{candidate, source};
       const bool is_only = candidates.size() == 1 && sources.count == 1;

@@ -84,8 +84,8 @@ bool wastes_tile_indices(const AttentionParams& params, int tile_rows) {
   return indices_by_length(params, tile_rows) > 4 * indices_in_order(params, tile_rows);
 }
 
-ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device,
-                 bool schedule_is_kept) {
+ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile,
+                 const Device& device) {
   const auto always = [](bool pays) { return pays ? ListUse::kAlways : ListUse::kNever; };
   if (params.stats != nullptr) {  // keys are not split: only far more thread blocks count
     return always(!kernel.is_persistent &&
@@ -97,8 +97,7 @@ ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const
   if (tile.packed_heads == 0 || (needs_none && !tile.has_shares)) return ListUse::kNever;
   const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
   if (rule.shares > 0) {
-    const bool are_equal = needs_none && !schedule_is_kept &&
-                           splits_of_equal_requests(params, tile, rule.shares, rule.least_split_keys) > 0;
+    const bool are_equal = needs_none && splits_of_equal_requests(params, tile, rule.shares, rule.least_split_keys) > 0;
     return are_equal ? ListUse::kNever : ListUse::kAlways;
   }
   if (params.batch_size > kMostSearchedRequests) return always(rule.most_splits > 1);

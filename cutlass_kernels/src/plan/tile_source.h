@@ -31,7 +31,6 @@ enum class ListUse {
   kAlways,    ///< most tile indices would map to no tile, each a thread block; requests get even shares; or keys may be
               ///< split, of more requests than thread blocks search
 };
-ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device,
-                 bool schedule_is_kept);
+ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device);
 
 }  // namespace cutlass_kernels

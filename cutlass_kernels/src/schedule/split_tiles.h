@@ -1,4 +1,5 @@
-// The tiles whose partial results are to be combined: of a list, of a batch without one, or of a single request.
+// The tiles whose partial results are to be combined: of a list, of a batch without one, of a single request, or of
+// requests with equal splits.
 #pragma once
 
 #include <cute/config.hpp>
@@ -17,42 +18,32 @@ CUTE_DEVICE bool is_inside(const LaunchParams& p, const SplitTile& tile) {
          tile.kv_len >= 0 && (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
 }
 
-// Of a call with one request, or with equal_splits, which nobody describes.
+// The tile of a single request, or of a batch with equal_splits, from its index. With equal splits a request has one
+// row, as each has whose keys are slots.
 CUTE_DEVICE SplitTile undescribed_tile(const LaunchParams& p, int index) {
   const LaunchPlan& plan = p.plan;
-  if (plan.equal_splits > 0) {
-    const RowsOfRequest rows = rows_of_request(p, index);
-    const KeysOfRequest keys = keys_of_request(p, index);
-    const int row_count = min(rows.length, p.max_qo_len);
-    return {rows.begin,
-            row_count,
-            index * plan.equal_splits * rows_of_split(p),
-            plan.equal_splits,
-            rows.begin + row_count,
-            keys.begin,
-            keys.length,
-            index,
-            0};
-  }
+  const bool are_equal = plan.equal_splits > 0;
+  const int batch = are_equal ? index : 0, first_row = are_equal ? 0 : index * plan.tile_rows;
   RowsOfRequest rows{0, int(p.total_q)};
-  RequestSplits splits{0, 0, plan.num_splits, {0, int(p.total_kv)}};
-  int split_rows = plan.tile_rows;
+  KeysOfRequest keys{0, int(p.total_kv)};
+  int count = plan.num_splits, room = plan.num_splits, split_rows = plan.tile_rows;
   if (plan.source == TileSource::kBatchByLength) {
-    rows = rows_of_request(p, 0);
+    rows = rows_of_request(p, batch);
     rows.length = min(rows.length, p.max_qo_len);
-    splits = BatchSplits::find_in_one(p, 0);
+    keys = keys_of_request(p, batch);
+    count = are_equal ? plan.equal_splits : BatchSplits::find_in_one(p, 0).count;
+    if (are_equal) room = plan.equal_splits;
     split_rows = rows_of_split(p);
   }
   if (rows.begin < 0) return {};
-  const int first_row = index * plan.tile_rows;
   return {rows.begin + first_row,
           min(plan.tile_rows, rows.length - first_row),
-          index * plan.num_splits * split_rows,
-          splits.count,
+          index * room * split_rows,
+          count,
           rows.begin + rows.length,
-          splits.keys.begin,
-          splits.keys.length,
-          0,
+          keys.begin,
+          keys.length,
+          batch,
           0};
 }
 

@@ -95,7 +95,8 @@ CUTE_DEVICE float power_of(std::uint32_t exponent) {
   return exponent == 255 ? NAN : __uint_as_float(max(exponent << 23, 1u << 22));
 }
 
-// Each lane's own x, in a way that keeps ptxas from computing it anew, from special registers and constants, at its uses.
+// Each lane's own x, in a way that keeps ptxas from computing it anew, from special registers and constants, where it
+// is used.
 CUTE_DEVICE std::uint32_t held(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
 
 // A token of zeros, in the place of one that does not exist.
@@ -286,8 +287,8 @@ struct QuantizedGather {
   CUTE_DEVICE void copy(int stage, bool second, bool right) {
     if (second && lane == 0) {
       if constexpr (!kPair) {
-        using Word = std::conditional_t<kRows == 16, std::uint16_t, std::uint8_t>;
-        reinterpret_cast<Word*>(shared.listed[stage])[warp] = Word(listed);
+        static_assert(kRows == 16 || Tile::kFewHeads);
+        reinterpret_cast<std::uint16_t*>(shared.listed[stage])[warp] = std::uint16_t(listed);
       } else {
         std::uint32_t& word = shared.listed[stage][warp_row / kRows];
         const std::uint32_t own = listed & ((1u << kRows) - 1);

@@ -1,11 +1,11 @@
-// The producer warps of few heads (few_heads.h): as in gather_quantized.h, but tokens come to memory of their own first,
-// for which Q of 16 rows leaves room. So a copy waits for no consumer: two rows of each of 16 warps are in flight while
-// two are widened.
+// The producer warps of few heads (few_heads.h): as in gather_quantized.h, but tokens come to memory of their own
+// first, for which Q of 16 rows leaves room. So a copy waits for no consumer. Of each of 16 warps, two rows of 656
+// bytes, or four of fewer, are in flight while two are widened.
 //
 // A bulk copy per token writes shared memory in one pass. Copies of 16 bytes by lanes keep it busy two and a half times
 // as long, those of the scales, one per row, eight times. 256 rows of 16 heads over 2048 slots, H200: 144 us with such
-// copies, two halves of a block at once and eight warps, 138 with three; with bulk copies 148 with eight warps, 135 with
-// sixteen. Five rows of a warp instead of four, each with a barrier of its own: 150, as registers are spilled.
+// copies, two halves of a block at once and eight warps, 138 with three; with bulk copies 148 with eight warps, 135
+// with sixteen. Three rows in flight instead of two, each with a barrier of its own: 150, as registers are spilled.
 #pragma once
 
 #include "latent/fa3/gather_quantized.h"
@@ -26,7 +26,7 @@ struct StagedGather : QuantizedGather<Element, Tile> {
   static_assert((kUnitsOfBlock < kUnits || !kScalesApart) && kUnits <= 2 * kUnitsOfBlock, "begin_scales()");
 
   fa3::Ring<kUnits> ring;
-  std::uint32_t widened;  // Base::listed, of the block that is being widened: lookups are ahead
+  std::uint32_t listed_of_block;  // Base::listed, of the block that is being widened: lookups are ahead
 
   CUTE_DEVICE StagedGather(const fa3::KernelParams& params, Shared<Tile>& shared_, int warp_, int lane_)
       : Base(params, shared_, warp_, lane_) {
@@ -115,7 +115,7 @@ struct StagedGather : QuantizedGather<Element, Tile> {
     CUTE_NO_UNROLL
     for (int i = 0; i < kv_blocks; ++i) {
       const int block = first_block + i, stage = stage_of<Tile>(block);
-      widened = i % kGroup == 0 ? listed : widened >> kRows;
+      listed_of_block = i % kGroup == 0 ? listed : listed_of_block >> kRows;
       if constexpr (kScalesApart) {
         cp_async_wait<0>();
         __syncwarp();
@@ -123,8 +123,9 @@ struct StagedGather : QuantizedGather<Element, Tile> {
         begin_scales(stage_of<Tile>(block + 1), i + 1, kv_blocks);
       }
       const std::uint32_t phase = phase_of<Tile>(block) ^ 1;
-      for (Barrier& group : shared.k_empty[stage]) group.wait(phase);
-      if (lane == 0) shared.listed[stage][warp] = widened;
+      shared.k_empty[stage][kLeft].wait(phase);
+      shared.k_empty[stage][kRight].wait(phase);
+      if (lane == 0) shared.listed[stage][warp] = listed_of_block;
       CUTE_UNROLL
       for (int n = 0; n < kUnitsOfBlock; ++n, ring.advance()) {
         shared.staged.full[warp][ring.index].wait(ring.phase);
