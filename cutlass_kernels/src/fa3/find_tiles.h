@@ -94,19 +94,22 @@ class TileClaims {
   // A tile of params_.equal. `rank` is not set: jobs of slots do not use it.
   CUTE_DEVICE bool claim_equal(WorkItem& work, int& head) {
     const EqualRows& equal = params_.equal;
-    claim_index(equal.count);
-    if (unsigned(index_) >= unsigned(equal.count)) return false;
-    const int share = int(equal.heads.divide(index_));
-    const int batch = int(equal.splits.divide(share)), splits = int(equal.splits.divisor);
-    head = index_ - share * int(equal.heads.divisor);
     work = {};
-    work.batch = work.q_begin = batch;
-    work.qo_len = 1;
-    work.kv_begin = batch * equal.table_stride;
-    work.kv_len = equal.keys;
-    work.split = std::int16_t(share - batch * splits);
-    work.num_splits = std::int16_t(splits);
-    work.partial_row = batch * splits;
+    do {
+      claim_index(equal.count);
+      if (unsigned(index_) >= unsigned(equal.count)) return false;
+      const int share = int(equal.heads.divide(index_));
+      const int batch = int(equal.splits.divide(share)), splits = int(equal.splits.divisor);
+      const KeysOfRequest keys = equal.keys_of(params_.attention, batch);
+      head = index_ - share * int(equal.heads.divisor);
+      work.batch = work.q_begin = batch;
+      work.qo_len = 1;
+      work.kv_begin = keys.begin;
+      work.kv_len = keys.length;
+      work.split = std::int16_t(share - batch * splits);
+      work.num_splits = std::int16_t(splits);
+      work.partial_row = batch * splits;
+    } while (work.kv_len < 0);  // a length that makes no sense: not computed
     return true;
   }
 

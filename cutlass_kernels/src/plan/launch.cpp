@@ -103,10 +103,8 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
   if (given.has_block_table != planned.has_block_table) {
     return appears("pages.table_stride", given.has_block_table);
   }
-  if (plan.equal_splits > 0 && !has_equal_lists(params)) {
-    return "Lengths of lists are given, or there are no lists of slots, but the plan is for lists of equal length: "
-           "make "
-           "a plan for these.";
+  if (plan.equal_splits > 0 && !has_lists(params)) {
+    return "slots_per_page=0, or kv_indptr is given, but the plan is for lists of slots: make a plan for this problem.";
   }
   // A list names the rows of its tiles; without one they follow from total_q.
   if (plan.source != TileSource::kList && given.total_q != planned.total_q) {

@@ -135,11 +135,9 @@ constexpr std::size_t kMostPartialBytes = 20 << 20;
 /// A workspace of so many bytes, the smallest in common use, suffices: keys are then split into fewer parts.
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
 
-/// Whether the host knows that all requests have as many keys: lists of slots without lengths.
-bool has_equal_lists(const AttentionParams& params);
-
-/// Splits of each request, where even shares are those of requests that all have as many keys, as the host knows: they
-/// need no list, whose kernel takes 5 us. Else 0.
+/// KV splits of each request of one row, where all have as many: of lists of slots that have no lengths; and of a few
+/// lists, which get many splits each, whatever their lengths. They need no list of tiles, whose kernel takes 5 us. Else
+/// 0: even shares.
 int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys);
 
 /// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
