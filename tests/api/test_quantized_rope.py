@@ -38,7 +38,7 @@ class Tokens:
         self.q = torch.randn(count, heads, 192, generator=generator).to(device, dtype)[..., 128:]
         self.positions = torch.randint(POSITIONS, (count,), generator=generator).to(device)
         self.slots = torch.randperm(slots, generator=generator)[: count - 2].to(device)
-        self.slots[1] = -1
+        self.slots[1:2] = -1
 
     def parts(self, apart: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         return (self.x[:, :-ROPE], self.x[:, -ROPE:]) if apart else (self.x, None)
