@@ -101,7 +101,13 @@ bool read_rows_as_requests(Call* call) {
   }
   params.batch_size = int(rows);
   params.max_qo_len = 1;
-  return call->read_lengths_of(kTopkLength, rows, &params.seqused_k);
+  if (call->q.ndim == 4 && call->q.shape[1] > 1) {  // lengths may be those of requests
+    const int row = call->is_given(kTopkLength) ? kTopkLength : kExtraTopkLength;
+    Tensor lengths;
+    const bool is_given = call->is_given(row) && call->torch.read(call->at(row), &lengths) && lengths.ndim == 1;
+    if (is_given && lengths.shape[0] == call->q.shape[0]) params.rows_per_length = int(call->q.shape[1]);
+  }
+  return call->read_lengths_of(kTopkLength, rows / params.rows_per_length, &params.seqused_k);
 }
 
 /// How many requests there are, and where their rows are.
@@ -236,7 +242,7 @@ bool read_second_cache(Call* call) {
   if (!call->torch.read(call->at(kExtraIndicesPerToken), &indices) || indices.ndim != 3 || indices.shape[1] != 1 ||
       !indices.is_on_gpu(call->device) ||
       !read_tables(part_of(indices, 0), /*separate=*/false, params.batch_size, &lists) || lists.table_width < 1 ||
-      !call->read_lengths_of(kExtraTopkLength, params.batch_size, &second.lengths)) {
+      !call->read_lengths_of(kExtraTopkLength, params.batch_size / params.rows_per_length, &second.lengths)) {
     return false;
   }
   second.indices = lists.indices;

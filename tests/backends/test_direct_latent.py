@@ -140,8 +140,11 @@ def test_rows_of_requests_are_requests_with_listed_keys(gpu):
     gpu.module.attention(*arguments(q.unflatten(0, (3, 2)), k, **listed()))
     launch = gpu.launched()
     assert (launch["batch_size"], launch["most"]) == (6, (1, 128)) and launch["seqused"] == (0, 0)
-    assert gpu.module.attention(*arguments(q.unflatten(0, (6, 1)), k, **listed(topk_length=ints(6)))) is not None
-    gpu.launched()
+    for rows, lengths, shared in ((1, 6, 1), (2, 6, 1), (2, 3, 2)):  # of rows, or of requests
+        lists = listed(topk_length=ints(lengths))
+        assert gpu.module.attention(*arguments(q.unflatten(0, (-1, rows)), k, **lists)) is not None
+        launch = gpu.launched()
+        assert launch["seqused"] == (0, lists["topk_length"].data_ptr()) and launch["rows_per_length"] == shared
 
 
 @pytest.mark.parametrize(

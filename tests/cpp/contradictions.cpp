@@ -228,6 +228,7 @@ std::vector<Case> sizes() {
   add(latent, nullptr, [](auto& p) { p.flash_mla_lse = true; });
   add(by_slots, "slots_per_page=-1 must not be negative", [](auto& p) { p.pages.slots_per_page = -1; });
   add(by_slots, "slots_per_page=64 with page_size=64", [](auto& p) { p.pages.page_size = 64; });
+  add(by_slots, "rows_per_length=0 must be positive", [](auto& p) { p.rows_per_length = 0; });
   add(by_slots, "needs a page table with a row per request", [](auto& p) { p.pages.table_stride = 0; });
   add(by_slots, "but max_qo_len=2: make each row a request", [](auto& p) { p.max_qo_len = 2; });
   add(by_slots, "but max_qo_len=0: make each row a request", [](auto& p) { p.max_qo_len = 0; });

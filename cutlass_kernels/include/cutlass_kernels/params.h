@@ -137,6 +137,9 @@ struct HeadParams {
 /// totals is not computed, its output not written.
 struct RequestParams {
   std::int32_t batch_size = 1;
+  /// Of keys by slots (PageTable::slots_per_page): row i has the entries i / rows_per_length of seqused_k and of
+  /// second.lengths, of which there are batch_size / rows_per_length, rounded up.
+  std::int32_t rows_per_length = 1;
   /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
   const std::int32_t* qo_indptr = nullptr;

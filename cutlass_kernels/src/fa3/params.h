@@ -76,9 +76,7 @@ struct EqualRows {
   }
   CUTE_DEVICE KeysOfRequest keys_of(const LaunchParams& p, int batch) const {
     if (of_all.length >= 0) return {batch * of_all.begin, of_all.length};
-    if (p.second.data != nullptr) return keys_in_two_caches(p, batch);
-    const std::int32_t length = listed_keys(p.seqused_k, -1, batch);
-    return {batch * of_all.begin, length <= p.pages.table_width ? length : -1};
+    return keys_in_lists(p, batch);
   }
 };
 

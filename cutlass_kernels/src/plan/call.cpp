@@ -126,7 +126,7 @@ bool share_schedule(const CallPlan& a, const CallPlan& b) {
                       p.pages.table_width, p.pages.slots_per_page, p.pages.num_indices, p.kv_shard.world,
                       p.kv_shard.rank, p.kv_shard.block, p.qo_indptr != nullptr, p.kv_indptr != nullptr,
                       p.seqused_q != nullptr, p.seqused_k != nullptr, p.second.data != nullptr, p.second.table_width,
-                      p.second.lengths != nullptr);
+                      p.second.lengths != nullptr, p.rows_per_length);
   };
   if (a.ranges.count != b.ranges.count) return false;
   for (std::size_t i = 0; i < std::size_t(a.ranges.count); ++i) {

@@ -103,6 +103,9 @@ std::string impossible_slots(const AttentionParams& params) {
            (params.qo_indptr != nullptr ? "qo_indptr is given" : "max_qo_len=" + number(params.max_qo_len)) +
            ": make each row a request, set max_qo_len to 1 and leave qo_indptr null.";
   }
+  if (params.rows_per_length < 1) {
+    return "rows_per_length=" + number(params.rows_per_length) + " must be positive: 1, where each row has lengths.";
+  }
   const auto beside = [&](const std::string& mask) {
     return slots + " cannot be used with " + mask +
            ": listed keys have no positions. Leave keys that a row must not see out of its indices.";

@@ -68,18 +68,24 @@ CK_HOST_DEVICE inline std::int32_t keys_before_second(const RequestParams& p) {
 CK_HOST_DEVICE inline std::int32_t listed_keys(const std::int32_t* lengths, std::int32_t width, int batch) {
   return lengths == nullptr ? width : lengths[batch];
 }
-CK_HOST_DEVICE inline KeysOfRequest keys_in_two_caches(const RequestParams& p, int batch) {
-  const std::int32_t first = listed_keys(p.seqused_k, p.pages.table_width, batch);
-  const std::int32_t second = listed_keys(p.second.lengths, p.second.table_width, batch);
-  const bool fits = 0 <= first && first <= p.pages.table_width && 0 <= second && second <= p.second.table_width &&
-                    keys_before_second(p) <= kMaxKeys - second;
-  return {std::int32_t(batch * p.pages.table_stride), fits ? keys_before_second(p) + second : -1};
+/// Of keys by slots, whose request is a row.
+CK_HOST_DEVICE inline KeysOfRequest keys_in_lists(const RequestParams& p, int row) {
+  const int width = p.pages.table_width, of_length = int(unsigned(row) / unsigned(p.rows_per_length));
+  const std::int32_t all = p.second.data == nullptr ? p.max_kv_len : width;
+  const std::int32_t first = listed_keys(p.seqused_k, all, of_length);
+  std::int32_t length = 0 <= first && first <= width ? first : -1;
+  if (p.second.data != nullptr) {
+    const std::int32_t second = listed_keys(p.second.lengths, p.second.table_width, of_length);
+    const bool fits = length >= 0 && 0 <= second && second <= p.second.table_width;
+    length = fits && keys_before_second(p) <= kMaxKeys - second ? keys_before_second(p) + second : -1;
+  }
+  return {std::int32_t(row * p.pages.table_stride), length};
 }
 
 // In a page table with a row per request.
 CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const RequestParams& p, int batch) {
-  if (p.second.data != nullptr) return keys_in_two_caches(p, batch);
   const PageTable& pages = p.pages;
+  if (pages.slots_per_page > 0 && p.kv_indptr == nullptr) return keys_in_lists(p, batch);
   std::int32_t begin = 0, end = p.max_kv_len;
   if (p.seqused_k != nullptr) {
     end = used_keys(p, batch);

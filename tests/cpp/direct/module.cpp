@@ -187,6 +187,7 @@ py::dict facts(const Recorded& call) {
                    "stats"_a = address(p.stats), "sinks"_a = address(p.sinks));
   of_call["max_logits"] = address(p.max_logits);
   of_call["flash_mla_lse"] = p.flash_mla_lse;
+  of_call["rows_per_length"] = p.rows_per_length;
   of_call["causal"] = p.causal;
   of_call["window_left"] = p.window_left;
   of_call["chunk_size"] = p.chunk_size;
