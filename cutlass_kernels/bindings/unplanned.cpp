@@ -20,8 +20,8 @@ bool is_of_bytes(const Tensor& x) {
   return x.dtype.bits == 8 && (has_type(kDLUInt) || has_type(kDLInt) || has_type(kDLFloat8_e4m3fn));
 }
 
-/// Keys that are tokens of a quantized latent cache, bytes [pages, page_size, 1, bytes of a token], become tensors of its
-/// columns. Kernels read such caches by slots alone.
+/// Keys that are tokens of a quantized latent cache, bytes [pages, page_size, 1, bytes of a token], become tensors of
+/// its columns. Kernels read such caches by slots alone.
 bool read_quantized_cache(Call* call) {
   Tensor& k = call->k.tensor;
   Tensor& v = call->v.tensor;
@@ -40,7 +40,7 @@ bool read_quantized_cache(Call* call) {
       v.strides != k.strides) {
     return false;
   }
-  // Without the columns of the position, both formats are read alike.
+  // Queries without RoPE read only the first 528 bytes of v3.2.
   const std::int64_t columns = call->q.shape[std::size_t(std::max(call->q.ndim - 1, 0))];
   if (type == DType::kLatentV32 && columns == mla::kLatentDim && !call->is_given(kQRope)) {
     type = DType::kLatentV32Nope;

@@ -1,5 +1,5 @@
-// In place of the CUDA runtime: launches of thread blocks one after the other, with a thread of the host for each of the
-// block's own.
+// In place of the CUDA runtime: launches of thread blocks one after the other, with a thread of the host for each of
+// the block's own.
 #pragma once
 
 #include <pthread.h>

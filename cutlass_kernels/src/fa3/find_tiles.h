@@ -91,7 +91,7 @@ class TileClaims {
     }
   }
 
-  // Of EqualRows.
+  // A tile of params_.equal. `rank` is not set: jobs of slots do not use it.
   CUTE_DEVICE bool claim_equal(WorkItem& work, int& head) {
     const EqualRows& equal = params_.equal;
     claim_index(equal.count);

@@ -55,9 +55,9 @@ struct SlotsOfCache {
   int width;
 };
 
-// Shares of rows of which all have as many keys, and as many splits (TilePlan::equal_splits). Where they are known to
-// be, a CTA finds its own in a few instructions. In the general way (find_work()), it waits 2 us for the hundreds that
-// it has: they are not in the instruction cache when a kernel begins.
+// Tile indices of requests of one row with the same KV length and number of splits (TilePlan::equal_splits). A CTA
+// finds its tile in a few instructions. find_work() takes 2 us here: its code is not in the instruction cache when a
+// kernel begins.
 struct EqualRows {
   FastDivisor heads;   // packs of heads
   FastDivisor splits;  // of a row

@@ -139,8 +139,8 @@ CUTE_DEVICE void write_row_stats(const LaunchParams& p, const FinishedRow& finis
   if (kMaxLogits && p.max_logits != nullptr) p.max_logits[token * p.num_qo_heads + head] = m / kLog2e;
 }
 
-// Writes a row of the output, of request `batch`, by a warp. kLatent: of latent attention, by write_row_stats(). (To ask
-// for max_logits where there are none makes fa2's tile for many rows of e4m3 spill 92 bytes instead of 60.)
+// Writes a row of the output, of request `batch`, by a warp. kLatent: of latent attention, by write_row_stats(). (To
+// ask for max_logits where there are none makes fa2's tile for many rows of e4m3 spill 92 bytes instead of 60.)
 template <class Element, bool kLatent = false, bool kMaxLogits = kLatent, int kPanels>
 CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined, int batch, std::int64_t token,
                            int head) {

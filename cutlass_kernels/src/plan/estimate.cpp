@@ -58,6 +58,7 @@ Splits expected_splits(const AttentionParams& params, const TileShape& tile, Til
   }
   const std::int64_t splits = splits_without_list(rule, params, tile, source);
   if (params.batch_size == 1) return {std::max<std::int64_t>(splits, 1), splits > 1};
+  if (rule.per_request > 0) return {rule.per_request, rule.per_request > 1};
   // One per request more than are shared out: schedule/batch_splits.h.
   return {std::max<std::int64_t>(splits / params.batch_size - 1, 1), splits > params.batch_size};
 }

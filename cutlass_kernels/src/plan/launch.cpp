@@ -103,6 +103,11 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
   if (given.has_block_table != planned.has_block_table) {
     return appears("pages.table_stride", given.has_block_table);
   }
+  if (plan.equal_splits > 0 && !has_equal_lists(params)) {
+    return "Lengths of lists are given, or there are no lists of slots, but the plan is for lists of equal length: "
+           "make "
+           "a plan for these.";
+  }
   // A list names the rows of its tiles; without one they follow from total_q.
   if (plan.source != TileSource::kList && given.total_q != planned.total_q) {
     return differs("total_q", given.total_q, planned.total_q);

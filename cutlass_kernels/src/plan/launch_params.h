@@ -68,7 +68,8 @@ struct TilePlan {
   /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
   /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most.
   std::int32_t num_splits = 1;
-  /// By length: so many of each request, of which the host knows that all have one tile and as many keys. 0: as above.
+  /// By length: KV splits of every request, where the host knows that all have one tile and the same KV length. 0:
+  /// num_splits are shared out.
   std::int32_t equal_splits = 0;
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
   std::int32_t splits_of_warp = 1;       ///< CombineUnits::splits_of_warp
@@ -94,7 +95,7 @@ struct LaunchPlan : TilePlan {
   std::int32_t num_combine_counters = 0;
   /// [split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
   /// [t * batch_size + b]; with splits of its own, all of request b at [b]. Null without a list where no second kernel
-  /// combines, there is one request, or equal_splits say it all.
+  /// combines, there is one request, or there are equal_splits: tiles then follow from the index.
   SplitTile* split_tiles = nullptr;
   float* partial_o = nullptr;                ///< [rows, num_qo_heads, head_dim_vo]
   float* partial_max_sum = nullptr;          ///< [rows, num_qo_heads, 2]: merge/partial_results.h

@@ -99,12 +99,6 @@ std::int64_t even_shares(const AttentionParams& params, const TileShape& tile, c
   return same_tiles && shares >= kFewShares ? shares : 0;
 }
 
-/// Whether the host knows that all requests have as many keys.
-bool has_equal_lists(const AttentionParams& params) {
-  return params.pages.slots_per_page > 0 && params.seqused_k == nullptr && params.kv_indptr == nullptr &&
-         params.second.lengths == nullptr;
-}
-
 /// Splits that fill the device, of up to `rows` rows each.
 SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, bool with_list, std::int64_t tiles,
                        std::int64_t rows, std::int64_t keys, const Device& device, std::size_t partial_bytes) {
@@ -140,9 +134,6 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
   const std::int64_t shares = even_shares(params, tile, rule);
   if (shares > 0 && !with_list) {
     rule.per_request = splits_of_equal_requests(params, tile, int(shares), rule.least_split_keys);
-    rule.most_splits = std::max(rule.most_splits, rule.per_request);
-    // The host counts blocks, the device keys: no split of these is too short.
-    if (rule.per_request > 0) rule.least_split_keys = 1;
   } else if (shares > 0) {
     rule.shares = int(shares);
     rule.share_tiles = int(tiles_of_longest(params, tile.rows));
@@ -162,13 +153,18 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
 
 }  // namespace
 
+bool has_equal_lists(const AttentionParams& params) {
+  return params.pages.slots_per_page > 0 && params.seqused_k == nullptr && params.kv_indptr == nullptr &&
+         params.second.lengths == nullptr;
+}
+
 int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys) {
   if (!has_equal_lists(params) || tiles_of_longest(params, tile.rows) != 1) return 0;
   const int blocks = EvenShares::blocks_of(params.max_kv_len);
   const int splits = EvenShares::make(shares, params.batch_size, params.batch_size * (EvenShares::kStart + blocks),
                                       blocks, std::max(least_split_keys / EvenShares::kBlockKeys, 1))
                          .per_request;
-  const std::size_t partial_bytes = (splits + std::size_t(1)) * params.batch_size * partial_row_bytes(params);
+  const std::size_t partial_bytes = std::size_t(splits) * params.batch_size * partial_row_bytes(params);
   return splits > 1 && partial_bytes > kLeastPartialBytes ? 0 : splits;
 }
 

@@ -135,6 +135,9 @@ constexpr std::size_t kMostPartialBytes = 20 << 20;
 /// A workspace of so many bytes, the smallest in common use, suffices: keys are then split into fewer parts.
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
 
+/// Whether the host knows that all requests have as many keys: lists of slots without lengths.
+bool has_equal_lists(const AttentionParams& params);
+
 /// Splits of each request, where even shares are those of requests that all have as many keys, as the host knows: they
 /// need no list, whose kernel takes 5 us. Else 0.
 int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys);
@@ -147,7 +150,8 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
 std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params, std::int64_t tiles);
 
 /// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of
-/// the longest, one per request and the rest in proportion to KV length (schedule/batch_splits.h).
+/// the longest, one per request and the rest in proportion to KV length (schedule/batch_splits.h); with equal splits,
+/// as many of each.
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params, const TileShape& tile,
                                  TileSource source);
 

@@ -36,13 +36,6 @@ struct RequestSplits {
   KeysOfRequest keys;
 };
 
-// Where all requests have as many (TilePlan::equal_splits).
-CUTE_DEVICE RequestSplits equal_split(const LaunchParams& p, int split) {
-  const int count = p.plan.equal_splits;
-  const int batch = int(unsigned(split) / unsigned(count));
-  return {batch, batch * count, count, keys_of_request(p, batch)};
-}
-
 // Every request has one split; `extra` more go to requests in proportion to their keys, less the one that each has. So
 // plan.num_splits is extra + batch_size; of a single request it is extra alone. No more of a request's keys count than
 // its rows see.

@@ -32,7 +32,6 @@ CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
   const LaunchParams& p = params.attention;
   const TileOrder::Position position = params.order(blockIdx.x);
   const auto find_split = [&](int split) {
-    if (Tile::kBySlots && p.plan.equal_splits > 0) return equal_split(p, split);
     return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
   };
   const bool found = find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);

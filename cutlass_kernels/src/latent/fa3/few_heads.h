@@ -4,12 +4,12 @@
 //   S^T (64 keys, 16)  = K (64, 576) Q^T
 //   O^T (512, 16)     += V^T (512, 64) P^T (64, 16)
 //
-// Each warpgroup has every other KV block for itself, all columns of O, and an m of its own: they meet at the end of the
-// tile. A column of S^T, a head, is spread over all 128 threads: maxima go through shared memory, as does P^T, which is
-// B of the second product.
+// Each warpgroup has every other KV block for itself, all columns of O, and an m of its own: they meet at the end of
+// the tile. A column of S^T, a head, is spread over all 128 threads: maxima go through shared memory, as does P^T,
+// which is B of the second product.
 //
-// Products read a block from shared memory twice, which takes 1360 cycles; what the producers write and read there takes
-// another 1100. In all a block takes 4000: what is left are the latencies of the producers (gather_staged.h).
+// Products read a block from shared memory twice, which takes 1360 cycles; what the producers write and read there
+// takes another 1100. In all a block takes 4000: what is left are the latencies of the producers (gather_staged.h).
 #pragma once
 
 #include <cute/config.hpp>

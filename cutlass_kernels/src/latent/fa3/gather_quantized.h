@@ -87,7 +87,8 @@ CUTE_DEVICE float power_of(std::uint32_t exponent) {
   return exponent == 255 ? NAN : __uint_as_float(max(exponent << 23, 1u << 22));
 }
 
-// Each lane's own x, in a way that keeps ptxas from computing it anew, from special registers and constants, at its uses.
+// Each lane's own x, in a way that keeps ptxas from computing it anew, from special registers and constants, where it
+// is used.
 CUTE_DEVICE std::uint32_t held(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
 
 // A token of zeros, in the place of one that does not exist.

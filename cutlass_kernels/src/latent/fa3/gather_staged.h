@@ -1,11 +1,11 @@
-// The producer warps of few heads (few_heads.h): as in gather_quantized.h, but tokens come to memory of their own first,
-// for which Q of 16 rows leaves room. So a copy waits for no consumer: two rows of each of 16 warps are in flight while
-// two are widened.
+// The producer warps of few heads (few_heads.h): as in gather_quantized.h, but tokens come to memory of their own
+// first, for which Q of 16 rows leaves room. So a copy waits for no consumer. Of each of 16 warps, two rows of 656
+// bytes, or four of fewer, are in flight while two are widened.
 //
 // A bulk copy per token writes shared memory in one pass. Copies of 16 bytes by lanes keep it busy two and a half times
 // as long, those of the scales, one per row, eight times. 256 rows of 16 heads over 2048 slots, H200: 144 us with such
-// copies, two halves of a block at once and eight warps, 138 with three; with bulk copies 148 with eight warps, 135 with
-// sixteen. Five rows of a warp instead of four, each with a barrier of its own: 150, as registers are spilled.
+// copies, two halves of a block at once and eight warps, 138 with three; with bulk copies 148 with eight warps, 135
+// with sixteen. Three rows in flight instead of two, each with a barrier of its own: 150, as registers are spilled.
 #pragma once
 
 #include "latent/fa3/gather_quantized.h"

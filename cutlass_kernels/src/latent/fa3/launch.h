@@ -16,8 +16,9 @@ inline Candidates candidates(const AttentionParams& params, const Device&) {
   TileShape shape = fa3::packed_tile_shape<Tile>(params, packed_heads(params, fa3::kWarpgroupRows));
   shape.has_shares = true;
   if (params.pages.slots_per_page > 0) {
-    // A split writes 2 KB for each of its heads, which are read again. So those of few heads may be short, and others
-    // where they are few: with 16 splits instead of 8, 4 rows of 128 heads over 2048 slots take 32 us instead of 25.
+    // A split writes 2 KB for each of its heads, which are read again. Up to 32 heads, splits may be short. With more,
+    // they are so only of few KV blocks: with 16 splits instead of 8, 4 rows of 128 heads over 2048 slots take 32 us
+    // instead of 25.
     constexpr int kFewSplits = 10, kMostBlocks = 4;
     const int blocks = (params.max_kv_len + Tile::kBlockN - 1) / Tile::kBlockN;
     const int least = shape.packed_heads <= 16   ? 1

@@ -136,7 +136,7 @@ struct alignas(16) TokenAndScalesAt : TokenAt {
   const char* scales;
 };
 
-// Producer warps look up a slot per lane at once: those of several blocks.
+// Pointers to tokens. Each lane of a producer warp looks up one slot, those of several KV blocks at once.
 template <class Tile>
 struct alignas(16) TokensToRead {
   using At = std::conditional_t<Tile::kFormat.by_page, TokenAndScalesAt, TokenAt>;
@@ -168,8 +168,7 @@ struct Shared {
   char k[Tile::kStages][Tile::kStagePanels * kPanelBytes];  // (BLK_N, 64, panels)
   RowState states[2][64];                                   // (warpgroup, row)
   float sums[2][2][64];                                     // (parity of the tile, warpgroup, row)
-  // Of keys by slots.
-  // (stage, part of the keys), a bit per key: whether there is such a slot.
+  // Of keys by slots: (stage, part of the keys), a bit per key: whether there is such a slot.
   alignas(16) std::uint32_t listed[Tile::kStages][Tile::kListedWords];
   float largest[2][2][64];  // (parity of the tile, warpgroup, row): the largest s
 
@@ -189,9 +188,10 @@ struct Shared {
   //             of quantized caches a lane of each producer warp,
   //             with the bytes that the other CTA of a pair sends
   // k_empty     the 4 warps of the warpgroup whose half of V the K warp
-  //             panels are; of the rope panel, those that read P;
-  //             of a pair, those of both CTAs. Of few heads, those
-  //             of the warpgroup that has the block
+  //             panels are; of a pair, those of both CTAs. Of few
+  //             heads, those of the warpgroup that has the block. Of
+  //             the rope panel, those that read P; of quantized
+  //             caches nobody, of few heads those that have S
   // m_full      a warp of warpgroup 0, its rows' states          the warp of warpgroup 1 with the same rows
   // p_full      a warp, P of its rows                            the warp of the other warpgroup with the same rows
   // landed      a K warp, with the bytes of TMA                  the same, to clear rows before it arrives at k_full
