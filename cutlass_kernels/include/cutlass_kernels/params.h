@@ -66,8 +66,8 @@ struct PageTable {
 };
 
 /// A second cache of latent keys with lists of its own, beside keys by slots (PageTable::slots_per_page): a row sees
-/// the keys of both lists. Keys are of kv_dtype, tokens of a quantized latent cache; strides are in bytes. A call takes the
-/// time of all entries of the first list, whatever its length: lists whose lengths differ are better the second.
+/// the keys of both lists. Keys are of kv_dtype, tokens of a quantized latent cache; strides are in bytes. A call takes
+/// the time of all entries of the first list, whatever its length: lists whose lengths differ are better the second.
 struct SecondSlots {
   const void* data = nullptr;  ///< device; null: there is none
   std::int64_t stride_token = 0;
