@@ -156,9 +156,10 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
 int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys) {
   constexpr int kOfFew = 4;  // of a row
   if (!has_lists(params) || tiles_of_longest(params, tile.rows) != 1) return 0;
-  const int blocks = EvenShares::blocks_of(params.max_kv_len);
-  const int splits = EvenShares::make(shares, params.batch_size, params.batch_size * (EvenShares::kStart + blocks),
-                                      blocks, std::max(least_split_keys / EvenShares::kBlockKeys, 1))
+  const int blocks = EvenShares::blocks_of(params.max_kv_len), cost = EvenShares::kStart + blocks;
+  const int splits = EvenShares::make(shares, params.batch_size, params.batch_size * cost, blocks,
+                                      std::max(least_split_keys / EvenShares::kBlockKeys, 1),
+                                      EvenShares::quotient_up(params.batch_size, shares) * cost)
                          .per_request;
   if (!has_equal_lists(params) && splits < kOfFew) return 0;
   const std::size_t partial_bytes = std::size_t(splits) * params.batch_size * partial_row_bytes(params);

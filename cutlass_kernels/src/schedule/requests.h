@@ -64,18 +64,18 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const RequestParams& p, int bat
 CK_HOST_DEVICE inline std::int32_t keys_before_second(const RequestParams& p) {
   return (p.pages.table_width + 63) / 64 * 64;
 }
-/// Entries that count of a request's list of either cache.
-CK_HOST_DEVICE inline std::int32_t listed_keys(const std::int32_t* lengths, std::int32_t width, int batch) {
-  return lengths == nullptr ? width : lengths[batch];
+/// Entries that count of a row's list of either cache.
+CK_HOST_DEVICE inline std::int32_t listed_keys(const RequestParams& p, const std::int32_t* lengths, std::int32_t width,
+                                               int row) {
+  return lengths == nullptr ? width : lengths[unsigned(row) / unsigned(p.rows_per_length)];
 }
 /// Of keys by slots, whose request is a row.
 CK_HOST_DEVICE inline KeysOfRequest keys_in_lists(const RequestParams& p, int row) {
-  const int width = p.pages.table_width, of_length = int(unsigned(row) / unsigned(p.rows_per_length));
-  const std::int32_t all = p.second.data == nullptr ? p.max_kv_len : width;
-  const std::int32_t first = listed_keys(p.seqused_k, all, of_length);
+  const int width = p.pages.table_width;
+  const std::int32_t first = listed_keys(p, p.seqused_k, p.second.data == nullptr ? p.max_kv_len : width, row);
   std::int32_t length = 0 <= first && first <= width ? first : -1;
   if (p.second.data != nullptr) {
-    const std::int32_t second = listed_keys(p.second.lengths, p.second.table_width, of_length);
+    const std::int32_t second = listed_keys(p, p.second.lengths, p.second.table_width, row);
     const bool fits = length >= 0 && 0 <= second && second <= p.second.table_width;
     length = fits && keys_before_second(p) <= kMaxKeys - second ? keys_before_second(p) + second : -1;
   }

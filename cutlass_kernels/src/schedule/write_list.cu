@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kListThreads)
     own_tiles += unsigned(request.tiles(args));
   }
   if (args.rule.shares > 0) {
-    SharesWriter(args, requests, shared).write();
+    SharesWriter(args, requests, shared, position).write();
     return;
   }
   longest = int(__reduce_max_sync(0xffffffffu, longest));

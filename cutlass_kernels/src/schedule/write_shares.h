@@ -16,9 +16,9 @@ struct SharedRequest {
 
 class SharesWriter {
  public:
-  // By all threads; `requests` has those of the batch.
-  __device__ SharesWriter(const ListArgs& args, const RequestOfList* requests, SharedRequest* shared)
-      : args_(args), requests_(requests), shared_(shared) {}
+  // By all threads; `requests` has those of the batch, `position` a zero for each thread.
+  __device__ SharesWriter(const ListArgs& args, const RequestOfList* requests, SharedRequest* shared, int* position)
+      : args_(args), requests_(requests), shared_(shared), position_(position) {}
 
   __device__ void write() {
     place_requests();
@@ -51,11 +51,12 @@ class SharesWriter {
     count_ = int(sum.all / kOne);
     request.index = int(sum.before / kOne);
     request.first_block = int(sum.before % kOne) + EvenShares::kStart;
+    const int place = place_by_length(request.blocks, longest);
     shares_ = EvenShares::make(args_.rule.shares, count_, int(sum.all % kOne), longest,
-                               max(args_.rule.least_split_keys / EvenShares::kBlockKeys, 1));
+                               max(args_.rule.least_split_keys / EvenShares::kBlockKeys, 1), cost_of_whole());
     if (shares_.per_request == 1) {  // nothing is split
       if (threadIdx.x == 0) SplitRoom{0, 0}.write_counts(args_);
-      if (is_there) shared_[request.index] = {batch, request.first_block, request.blocks, 0};
+      if (is_there) shared_[place] = {batch, request.first_block, request.blocks, 0};
       return;
     }
     int splits = 0, units = 0;
@@ -75,6 +76,41 @@ class SharesWriter {
     const int partial_row = fits ? int(partial.before) : -1;
     shared_[request.index] = {batch, request.first_block, request.blocks, partial_row};
     if (is_split) describe(of_batch, batch, rows, splits, partial_row, {before.before, 0});
+  }
+
+  // By all threads: the place of a request among all, the longest first; where its blocks are, too, in shared_.
+  __device__ int place_by_length(int blocks, int longest) {
+    int shift = 0;
+    while ((longest >> shift) >= kListThreads) ++shift;
+    int& first = position_[kListThreads - 1 - (blocks >> shift)];
+    const bool is_there = blocks > 0;
+    if (is_there) atomicAdd(&first, 1);
+    __syncthreads();
+    const int longer = int(block_sum(unsigned(position_[threadIdx.x])).before);
+    position_[threadIdx.x] = longer;
+    __syncthreads();
+    const int place = is_there ? atomicAdd(&first, 1) : 0;
+    if (is_there) shared_[place].blocks = blocks;
+    __syncthreads();
+    return place;
+  }
+
+  // By all threads: about what the CTA with most to do has, where CTAs take requests in that order: of each round as
+  // many as there are CTAs, those that got the longest of one get the shortest of the next.
+  __device__ int cost_of_whole() const {
+    __shared__ int most;
+    if (threadIdx.x == 0) most = 0;
+    __syncthreads();
+    const int shares = args_.rule.shares;
+    int cost = 0;
+    for (int begin = 0; begin < count_ && int(threadIdx.x) < shares; begin += 2 * shares) {
+      const int there = begin + int(threadIdx.x), back = begin + 2 * shares - 1 - int(threadIdx.x);
+      if (there < count_) cost += EvenShares::kStart + shared_[there].blocks;
+      if (back < count_) cost += EvenShares::kStart + shared_[back].blocks;
+    }
+    atomicMax(&most, int(__reduce_max_sync(0xffffffffu, cost)));
+    __syncthreads();
+    return most;
   }
 
   // The split tiles of a request.
@@ -155,6 +191,7 @@ class SharesWriter {
   const ListArgs& args_;
   const RequestOfList* const requests_;
   SharedRequest* const shared_;
+  int* const position_;
   EvenShares shares_;
   int count_ = 0;  // requests that have rows
 };

@@ -171,7 +171,7 @@ struct QuantizedGather {
   CUTE_DEVICE void begin_list(const Job& job) {
     batch = job.batch;
     const fa3::SlotsOfCache& cache = params.caches[0];
-    first_end = min(listed_keys(cache.lengths, cache.width, batch / params.attention.rows_per_length), job.visible_end);
+    first_end = min(listed_keys(params.attention, cache.lengths, cache.width, batch), job.visible_end);
     end = job.visible_end;
     key = job.key_begin + (job.kv_blocks - 1 - lane / kRows + kGroup) * Tile::kBlockN + warp_row + lane % kRows;
     blocks_left = 0;
