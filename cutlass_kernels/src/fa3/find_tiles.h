@@ -28,8 +28,9 @@ CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& sha
 
 template <class Tile, int kRows = kWarpgroupRows, class SharedMemory>
 CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
-  const bool are_equal = Tile::kBySlots && params.attention.plan.equal_splits > 0;
-  if (warp == 0 && !are_equal && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  if constexpr (!Tile::kBySlots) {
+    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  }
   clear_unused_rows<Tile, kRows>(params, shared);
 }
 
@@ -54,8 +55,16 @@ class TileClaims {
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
+    if constexpr (Tile::kBySlots) {
+      return claim_row(work, head, rank);
+    } else {
+      return claim_tile(work, head, rank);
+    }
+  }
+
+ private:
+  CUTE_DEVICE bool claim_tile(WorkItem& work, int& head, int& rank) {
     const LaunchParams& p = params_.attention;
-    if (Tile::kBySlots && p.plan.equal_splits > 0) return claim_equal(work, head);
     const int count = ranks_ * params_.heads;
     const auto find_split = [&](int split) {
       if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
@@ -77,7 +86,6 @@ class TileClaims {
     }
   }
 
- private:
   CUTE_DEVICE void claim_index(int count) {
     if (index_ < 0) {
       index_ = int(blockIdx.x) / Tile::kCtasPerTile;
@@ -91,32 +99,49 @@ class TileClaims {
     }
   }
 
-  // A tile of params_.equal. `rank` is not set: jobs of slots do not use it.
-  CUTE_DEVICE bool claim_equal(WorkItem& work, int& head) {
-    const EqualRows& equal = params_.equal;
-    work = {};
+  // Of requests that are rows with lists of slots: an entry of the list, or a split of a row, of which each has as many.
+  // For these there are few other ways to find a tile, and code that runs once waits for memory: with all of
+  // find_work() in its place, a kernel begins 2 us later.
+  CUTE_DEVICE bool claim_row(WorkItem& work, int& head, int& rank) {
+    const LaunchParams& p = params_.attention;
+    const WorkItem* const list = p.plan.tile_list;
+    const int count = num_ranks(p.plan) * params_.heads;
     do {
-      claim_index(equal.count);
-      if (unsigned(index_) >= unsigned(equal.count)) return false;
-      const int share = int(equal.heads.divide(index_));
-      const int batch = int(equal.splits.divide(share)), splits = int(equal.splits.divisor);
-      const KeysOfRequest keys = equal.keys_of(params_.attention, batch);
-      head = index_ - share * int(equal.heads.divisor);
-      work.batch = work.q_begin = batch;
+      const bool is_first = index_ < 0;
+      if (list != nullptr && !is_first && work.next > 0) {
+        rank = work.next;
+      } else {
+        claim_index(count);
+        if (!is_first && unsigned(index_) >= unsigned(count)) return false;
+        place(head, rank);
+      }
+      if (list != nullptr) {
+        work = list[rank];
+      } else {
+        const int row = int(params_.splits_of_row.divide(rank)), splits = int(params_.splits_of_row.divisor);
+        const KeysOfRequest keys = keys_in_lists(p, row);
+        work = {};
+        work.batch = work.q_begin = row;
+        work.kv_begin = keys.begin;
+        work.kv_len = keys.length;
+        work.split = std::int16_t(rank - row * splits);
+        work.num_splits = std::int16_t(splits);
+        work.partial_row = row * splits;
+      }
+      work.tile = 0;
       work.qo_len = 1;
-      work.kv_begin = keys.begin;
-      work.kv_len = keys.length;
-      work.split = std::int16_t(share - batch * splits);
-      work.num_splits = std::int16_t(splits);
-      work.partial_row = batch * splits;
-    } while (work.kv_len < 0);  // a length that makes no sense: not computed
+      if (unsigned(index_) >= unsigned(count)) return false;
+    } while (work.batch < 0 || !lies_inside(p, work));
     return true;
   }
 
   // The head, and the rank among its tiles, of the claimed index.
   CUTE_DEVICE void place(int& head, int& rank) const {
     const bool listed = params_.attention.plan.tile_list != nullptr;
-    const TileOrder::Position position = listed ? params_.order.among(ranks_, index_) : params_.order(index_);
+    const TileOrder::Position position = Tile::kBySlots
+                                             ? params_.order.at(index_, 0, 0)  // there is one key head, and one section
+                                         : listed ? params_.order.among(ranks_, index_)
+                                                  : params_.order(index_);
     head = position.head;
     // The first is placed before it is known how many there are.
     rank = listed ? min(position.rank, params_.order.tiles - 1) : position.rank;

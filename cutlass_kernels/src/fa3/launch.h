@@ -64,7 +64,7 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   kernel_params.mask_divisors = MaskDivisors(p);
   kernel_params.group_size = FastDivisor(std::uint32_t(p.num_qo_heads / p.num_kv_heads));
   kernel_params.rows = RowTiles::make(p);
-  kernel_params.equal = EqualRows::make(p, kernel_params.heads);
+  kernel_params.splits_of_row = FastDivisor(std::uint32_t(std::max(p.plan.equal_splits, 1)));
 
   if (Status made = facts.make_maps(p, facts.block_n, &kernel_params); !made.ok()) return made;
 

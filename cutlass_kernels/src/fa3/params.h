@@ -55,31 +55,6 @@ struct SlotsOfCache {
   int width;
 };
 
-// Tile indices of requests of one row with the same number of splits (TilePlan::equal_splits). A CTA finds its tile in a
-// few instructions. find_work() takes 2 us here: its code is not in the instruction cache when a kernel begins.
-struct EqualRows {
-  FastDivisor heads;            // packs of heads
-  FastDivisor splits;           // of a row
-  int count = 0;                // of all rows and heads
-  KeysOfRequest of_all{0, -1};  // the stride of rows; the length of each, -1 where the host does not know it
-
-  static EqualRows make(const LaunchParams& p, int heads) {
-    EqualRows made;
-    if (p.plan.equal_splits == 0) return made;
-    made.heads = FastDivisor(std::uint32_t(heads));
-    made.splits = FastDivisor(std::uint32_t(p.plan.equal_splits));
-    // Rows that do not lie inside the tensor are not computed.
-    made.count = int(std::min<std::int64_t>(p.batch_size, p.total_q) * p.plan.equal_splits * heads);
-    made.of_all.begin = std::int32_t(p.pages.table_stride);
-    if (has_equal_lists(p)) made.of_all.length = keys_of_request(p, 0).length;
-    return made;
-  }
-  CUTE_DEVICE KeysOfRequest keys_of(const LaunchParams& p, int batch) const {
-    if (of_all.length >= 0) return {batch * of_all.begin, of_all.length};
-    return keys_in_lists(p, batch);
-  }
-};
-
 struct KernelParams {
   CUtensorMap q_map;
   CUtensorMap k_map;
@@ -92,7 +67,7 @@ struct KernelParams {
   MaskDivisors mask_divisors;
   TileOrder order;
   RowTiles rows;
-  EqualRows equal;
+  FastDivisor splits_of_row;  // TilePlan::equal_splits
   FastDivisor group_size;
   int heads;  // query heads, or packs of them: each has all tiles
   PackedRows packed;

@@ -103,8 +103,10 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
   if (given.has_block_table != planned.has_block_table) {
     return appears("pages.table_stride", given.has_block_table);
   }
-  if (plan.equal_splits > 0 && !has_lists(params)) {
-    return "slots_per_page=0, or kv_indptr is given, but the plan is for lists of slots: make a plan for this problem.";
+  if (plan.source != TileSource::kList && plan.tile.has_shares && (plan.equal_splits > 0) != has_lists(params)) {
+    return "pages.slots_per_page=" + std::to_string(params.pages.slots_per_page) + ", but the plan is for " +
+           (has_lists(params) ? "requests without" : "rows with") +
+           " lists of slots: make_plan() makes a plan for these parameters.";
   }
   // A list names the rows of its tiles; without one they follow from total_q.
   if (plan.source != TileSource::kList && given.total_q != planned.total_q) {

@@ -68,8 +68,8 @@ struct TilePlan {
   /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
   /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most.
   std::int32_t num_splits = 1;
-  /// By length: KV splits of every request, where all are lists of slots of one row, whatever their lengths. 0:
-  /// num_splits are shared out.
+  /// By length, of rows with lists of slots on fa3: KV splits of each, whatever its length. 0: num_splits are shared
+  /// out.
   std::int32_t equal_splits = 0;
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
   std::int32_t splits_of_warp = 1;       ///< CombineUnits::splits_of_warp
@@ -136,9 +136,7 @@ CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) 
 }
 
 /// Whether each request is a row with a list of slots.
-inline bool has_lists(const AttentionParams& params) {
-  return params.pages.slots_per_page > 0 && params.kv_indptr == nullptr;
-}
+inline bool has_lists(const AttentionParams& params) { return params.pages.slots_per_page > 0; }
 /// Whether the host knows that all lists are as long.
 inline bool has_equal_lists(const AttentionParams& params) {
   return has_lists(params) && params.seqused_k == nullptr && params.second.lengths == nullptr;

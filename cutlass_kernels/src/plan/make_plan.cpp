@@ -103,6 +103,7 @@ Status plan_without_list(const AttentionParams& params, const Device& device, co
   }
 
   const SplitRule rule = split_rule(params, tile, plan->source, device, options.partial_bytes);
+  plan->equal_splits = deals_out_rows(params, tile) ? 1 : 0;
   const std::int64_t splits = splits_without_list(rule, params, tile, plan->source);
   const std::int64_t rows = partial_rows_without_list(params, tile, plan->source, splits);
   if (Status status = check_partial_rows(params, rows); !status.ok()) return status;

@@ -132,9 +132,15 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
   }
   if (rule.most_splits < 2) return {};
   const std::int64_t shares = even_shares(params, tile, rule);
-  if (shares > 0 && !with_list) {
-    rule.per_request = splits_of_equal_requests(params, tile, int(shares), rule.least_split_keys);
-  } else if (shares > 0) {
+  if (!with_list && deals_out_rows(params, tile)) {
+    if (params.num_splits > 1) {
+      rule.per_request = std::min(params.num_splits, rule.most_splits);
+    } else if (params.batch_size == 1 || shares > 0) {
+      rule.per_request =
+          splits_of_equal_requests(params, tile, shares > 0 ? int(shares) : rule.wave, rule.least_split_keys);
+    }
+    rule.per_request = std::max(rule.per_request, 1);
+  } else if (with_list && shares > 0) {
     rule.shares = int(shares);
     rule.share_tiles = int(tiles_of_longest(params, tile.rows));
     rule.most_keys = int(std::min<std::int64_t>(most_keys_of_rows(params, tile.rows), kMaxKeys));
@@ -161,7 +167,7 @@ int splits_of_equal_requests(const AttentionParams& params, const TileShape& til
                                       std::max(least_split_keys / EvenShares::kBlockKeys, 1),
                                       EvenShares::quotient_up(params.batch_size, shares) * cost)
                          .per_request;
-  if (!has_equal_lists(params) && splits < kOfFew) return 0;
+  if (!has_equal_lists(params) && params.batch_size > 1 && splits < kOfFew) return 0;
   const std::size_t partial_bytes = std::size_t(splits) * params.batch_size * partial_row_bytes(params);
   return splits > 1 && partial_bytes > kLeastPartialBytes ? 0 : splits;
 }
@@ -172,7 +178,11 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
     return {};
   }
   if (params.batch_invariant && params.fixed_split_size == 0) {
-    return own_rule(params, tile, tile_index_count(source, params, tile.rows), device);
+    SplitRule rule = own_rule(params, tile, tile_index_count(source, params, tile.rows), device);
+    if (source != TileSource::kList && deals_out_rows(params, tile)) {
+      rule.per_request = rule.own.of(1, int(std::min<std::int64_t>(params.max_kv_len, kMaxKeys)));
+    }
+    return rule;
   }
   const bool batch_without_list = is_batch(params) && source != TileSource::kList;
   if (batch_without_list && (!tile.splits_without_list || wastes_tile_indices(params, tile.rows) ||
@@ -217,8 +227,8 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
   }
   const std::int64_t requests = params.batch_size;
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);
+  if (tiles > 0 && rule.per_request > 0) return rule.per_request * requests;
   if (rule.wave <= 0 || tiles == 0) return requests;
-  if (rule.per_request > 0) return rule.per_request * requests;
   std::int64_t splits = items_for(rule, tiles * requests) / tiles;
   splits = std::min(splits, requests * rule.most_splits);
   if (requests == 1) return std::max<std::int64_t>(combined_at_once(splits), 1);

@@ -103,6 +103,11 @@ std::string impossible_slots(const AttentionParams& params) {
            (params.qo_indptr != nullptr ? "qo_indptr is given" : "max_qo_len=" + number(params.max_qo_len)) +
            ": make each row a request, set max_qo_len to 1 and leave qo_indptr null.";
   }
+  if (params.kv_indptr != nullptr || params.seqused_q != nullptr) {
+    return slots + " is for requests that each have a row and a list, but " +
+           (params.kv_indptr != nullptr ? "kv_indptr" : "seqused_q") +
+           " is given: leave it null; lengths of lists are seqused_k.";
+  }
   if (params.rows_per_length < 1) {
     return "rows_per_length=" + number(params.rows_per_length) + " must be positive: 1, where each row has lengths.";
   }

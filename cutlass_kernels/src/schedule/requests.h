@@ -85,7 +85,7 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_lists(const RequestParams& p, int ro
 // In a page table with a row per request.
 CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const RequestParams& p, int batch) {
   const PageTable& pages = p.pages;
-  if (pages.slots_per_page > 0 && p.kv_indptr == nullptr) return keys_in_lists(p, batch);
+  if (pages.slots_per_page > 0) return keys_in_lists(p, batch);
   std::int32_t begin = 0, end = p.max_kv_len;
   if (p.seqused_k != nullptr) {
     end = used_keys(p, batch);

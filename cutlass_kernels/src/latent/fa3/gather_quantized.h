@@ -76,17 +76,15 @@ CUTE_DEVICE void publish_job(const fa3::KernelParams& params, Shared<Tile>& shar
   }
   fa3::TileClaims<Tile, Shared<Tile>> claims(params, shared, shared.claimed.index);
   WorkItem work = shared.claimed.work;
-  int head = shared.claimed.head;
-  int rank = shared.claimed.rank;
+  int head = shared.claimed.head, rank = 0;
   const bool found = claims.claim(work, head, rank);
   shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
   job.valid = found;
   if (found) fa3::describe_job<Tile, true>(params, work, head * Tile::kCtasPerTile, rank, job);
   if constexpr (kPair) fa3::send_job(job, shared.from_peer.jobs[jobs.index], shared.from_peer.sent[jobs.index]);
   shared.claimed.index = claims.index();
-  shared.claimed.work = work;
   shared.claimed.head = head;
-  shared.claimed.rank = rank;
+  shared.claimed.work = work;
   shared.job_full[jobs.index].arrive();
 }
 

@@ -152,8 +152,9 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
   fa3::Ring<kJobBuffers> jobs;
   std::uint32_t q_phase = 1;
   int first_block = 0;  // of the tile, among all of the CTA
-  if (first) publish_job<Tile>(params, shared, jobs);
   while (true) {
+    if (first) publish_job<Tile>(params, shared, jobs);
+    __syncwarp();
     shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
@@ -167,8 +168,6 @@ CUTE_DEVICE void gather_quantized(const fa3::KernelParams& params, Shared<Tile>&
     first_block += kv_blocks;
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
-    if (first) publish_job<Tile>(params, shared, jobs);
-    __syncwarp();
   }
 }
 

@@ -118,7 +118,7 @@ using fa3::Nothing;
 
 // The tile that a CTA has claimed last, from which the next claim goes on.
 struct ClaimedTile {
-  int index, head, rank;
+  int index, head;
   WorkItem work;
 };
 
@@ -210,7 +210,7 @@ struct Shared {
   // Of keys by pages: (K warp, 32), and (K warp, of the latent columns and the others).
   std::conditional_t<Tile::kBySlots, Nothing, fa3::BoxSource[2][fa3::kBoxBatch]> boxes;
   std::conditional_t<Tile::kBySlots, Nothing, fa3::RowOffsets<Tile::kBlockN>[2][2]> row_offsets;
-  SplitTable splits;
+  std::conditional_t<Tile::kBySlots, Nothing, SplitTable> splits;
   std::conditional_t<Tile::kFewHeads, StagedTokens<Tile>, Nothing> staged;
   std::conditional_t<Tile::kCtasPerTile == 2, SentJobs, Nothing> from_peer;
   // Of quantized caches.
