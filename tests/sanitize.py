@@ -141,6 +141,21 @@ def every_latent(backend: str, head_dim: int) -> None:
             if backend == "fa2":  # which alone reads caches of 8 bits
                 for page_size in (None, 5, 64):
                     latent(backend, heads, lengths, page_size, dtype, keys_dtype=torch.float8_e4m3fn)
+            for columns in (576, 512):
+                selected(backend, heads, columns, dtype)
+                if backend == "fa2":
+                    selected(backend, heads, columns, dtype, torch.float8_e4m3fn)
+
+
+def selected(backend: str, heads: int, columns: int, dtype: torch.dtype, keys_dtype: torch.dtype | None = None) -> None:
+    """Keys by slots, of which the last ends where the cache does, and slots that do not exist."""
+    q = torch.randn(7, heads, columns, device="cuda").to(dtype)
+    k = torch.randn(300, 1, columns, device="cuda").to(keys_dtype or dtype)
+    for width in (5, 1200):
+        indices = torch.randint(-9, 309, (7, 1, width), dtype=torch.int32, device="cuda")
+        indices[..., 3] = 299
+        out = ck.attention(q, k, k[..., :512], kv_indices_per_token=indices, backend=backend)
+        assert out.isfinite().all()
 
 
 def latent(

@@ -37,7 +37,10 @@ ROWS = {
     "e4m3_output": "e4m3 outputs of e4m3 queries, converted from 16-bit ones where no kernel writes them",
 }
 LATENT = (576, 512)  # values are columns of the keys
-LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), without custom masks"
+LATENT_TEXT = (
+    "; 576/512, and 512/512 by `kv_indices_per_token`, where v is the first columns of k (latent attention), without "
+    "custom masks"
+)
 # Elements of rows of which each stands for several, as in add_instances.cmake.
 TYPES = {
     "16bit": ("float16", "bfloat16"),

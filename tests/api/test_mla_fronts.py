@@ -246,19 +246,24 @@ def test_trtllm_lengths_of_ragged_rows(form):
     assert_lse_close(lse, want.lse)
 
 
+@DEVICES
 @pytest.mark.filterwarnings("ignore::cutlass_kernels.PerformanceWarning")
-@every(kind=["v3.2", "v3.2_nope"], lists=[False, True])
-def test_trtllm_without_rope(kind, lists):
-    """GLM-5.3-Flash: queries of 512 columns over 656 or 528 bytes."""
-    problem = make_quantized([kind], 3, rows=2, lists=["full"], lengths=False, dim=512, pages=4, page_size=16)
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("kind", ["v3.2", "v3.2_nope", "numbers"])
+def test_trtllm_without_rope(device, kind, lists):
+    """GLM-5.3-Flash: queries of 512 columns over 656 or 528 bytes, or 512 columns of 16 bits."""
+    if kind == "numbers" and not lists:
+        pytest.skip("without lists, 16 bits are those of any cache")
+    problem = make_quantized([kind], 3, device, rows=2, lists=["full"], lengths=False, dim=512, pages=4, page_size=16)
     problem.options["sm_scale"] = SCALE
     given: dict[str, Any] = dict(qk_rope_head_dim=0, return_lse=True)
     if kind == "v3.2_nope":
         given["kv_scale_format"] = "arbitrary_fp32"
     if not lists:
-        pages = torch.tensor([[3, 0], [1, 2]], dtype=INT32)
-        given |= dict(sparse_mla_top_k=0, block_tables=pages, seq_lens=torch.tensor([20, 7], dtype=INT32))
-        slots = pages.repeat_interleave(16, 1) * 16 + torch.arange(16, dtype=INT32).repeat(2)
+        pages = torch.tensor([[3, 0], [1, 2]], dtype=INT32, device=device)
+        lens = torch.tensor([20, 7], dtype=INT32, device=device)
+        given |= dict(sparse_mla_top_k=0, block_tables=pages, seq_lens=lens)
+        slots = pages.repeat_interleave(16, 1) * 16 + torch.arange(16, dtype=INT32, device=device).repeat(2)
         problem.scopes[0].indices, problem.scopes[0].lengths = slots.unsqueeze(1), given["seq_lens"]
         cache = problem.scopes[0].cache
         quantized_caches.filled(cache, [True] * cache.slots)

@@ -203,13 +203,24 @@ def of_e4m3(target: Any) -> None:
         pytest.skip("fa3 reads latent caches of 16 bits")
 
 
-@every(seed=range(8), queries=[BF16, HALF, E4M3])
-def test_caches_of_e4m3(target, seed, queries):
+@every(dims=[(576, 512), (512, 512)], seed=range(8), queries=[BF16, HALF, E4M3])
+def test_caches_of_e4m3(target, dims, seed, queries):
     of_e4m3(target)
-    problem, options = some(target, seed, dtype=queries, kv_dtype=E4M3)
+    problem, options = some(target, seed, dims=dims, dtype=queries, kv_dtype=E4M3)
     given = given_of(options) | dict(k_descale=0.5, v_descale=0.5)
     every_head = torch.full(problem.q.shape[:2], 0.5, device=target.device)
     problem.check(*run(problem, target.backend, **given), **options, head_scale=every_head, out_scale=every_head)
+
+
+@every(dtype=[BF16, E4M3])
+def test_what_lies_behind_512_columns_is_not_read(target, dtype):
+    """K = V: queries and keys have no columns of the position, and NaN in their place."""
+    if dtype == E4M3:
+        of_e4m3(target)
+    problem = make(5, 16, 70, target.device, dims=(512, 512), kv_dtype=dtype, lengths="random")
+    wide = [poison_(x.new_empty(*x.shape[:-1], 576)) for x in (problem.q, problem.cache)]
+    q, k = (x[..., :512].copy_(y) for x, y in zip(wide, (problem.q, problem.cache)))
+    problem.check(*run(problem, target.backend, q=q, k=k, v=k))
 
 
 @every(form=["one", "head", "request", "row"])

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_calls import BF16, HALF, INTS, view
+from environment import choose_backend
+from recorded_calls import BF16, E4M3, HALF, INTS, view
 
+from cutlass_kernels import mla
+from cutlass_kernels._core import native
 from cutlass_kernels._core.call_table import Call
 
 NOWHERE = (0, 0, 0)
@@ -145,6 +148,49 @@ def test_rows_of_requests_are_requests_with_listed_keys(gpu):
         assert gpu.module.attention(*arguments(q.unflatten(0, (-1, rows)), k, **lists)) is not None
         launch = gpu.launched()
         assert launch["seqused"] == (0, lists["topk_length"].data_ptr()) and launch["rows_per_length"] == shared
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_listed_keys_of_512_columns(gpu, backend):
+    """K = V. In pages, the kernels here have none of head dimension 512."""
+    q, k = torch.zeros(6, 16, 512).to(HALF), torch.zeros(10, 16, 1, 512).to(HALF)
+    gpu.module.attention(*arguments(q, k, backend=backend, **listed()))
+    launch = gpu.launched()
+    assert (launch["backend"], launch["head_dims"]) == (backend, (512, 512))
+    assert launch["k"][:2] == launch["v"][:2] == (k.data_ptr(), 512) and launch["ropes"] == (NOWHERE, NOWHERE, 0)
+    accepts = functools.partial(gpu.accepts, gpu.module.attention, planned=True)
+    assert not accepts(*arguments(q, k, v=torch.zeros_like(k), backend=backend, **listed()))
+    assert not accepts(*arguments(q, k, backend=backend, **paged()))
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("lengths", ["each", "of requests", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "backend"), [(BF16, "auto", "fa3"), (BF16, "fa2", "fa2"), (E4M3, "auto", "fa2")]
+)
+def test_trtllm_lists_reach_every_backend(gpu, monkeypatch, rope, lengths, dtype, wanted, backend):
+    choose_backend(monkeypatch, wanted)
+    monkeypatch.setattr(native, "attention", gpu.module.attention)
+    query, cache = torch.zeros(3, 2, 16, 512 + rope).to(BF16), torch.zeros(10, 16, 512 + rope).to(dtype)
+    given: dict[str, Any] = dict(sinks=torch.zeros(16), bmm1_scale=0.5, return_lse=True, sparse_mla_top_k=40)
+    if lengths == "each":
+        given["sparse_mla_top_k_lens"] = ints(6)
+    out, lse = mla.trtllm_batch_decode_with_kv_cache_mla(
+        query,
+        cache,
+        torch.empty(0),
+        128,
+        512,
+        rope,
+        ints(3, 2, 40),
+        ints(3) if lengths == "of requests" else None,
+        40,
+        **given,
+    )
+    assert out.shape == (3, 2, 16, 512) and lse.shape == (6, 16)
+    launch = gpu.launched()
+    assert (launch["backend"], launch["head_dims"]) == (backend, (512 + rope, 512))
+    assert launch["pages"]["slots_per_page"] == 16 and (launch["seqused"][1] != 0) == (lengths != "none")
 
 
 @pytest.mark.parametrize(

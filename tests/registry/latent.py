@@ -56,7 +56,7 @@ def _trtllm(x: Data) -> list[Call]:
     return [
         Call(call, tensors, ("out",)),
         Call(lse, (*tensors, x.sinks), ("out", "lse"), label="returns LSE"),
-        *([Call(sparse, lists, ("out",))] if x.target.backend != "fa2" else []),
+        Call(sparse, lists, ("out",)),
     ]
 
 

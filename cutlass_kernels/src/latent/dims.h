@@ -12,14 +12,14 @@ namespace cutlass_kernels::mla {
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 
-// Empty if the problem is supported. reads_narrow_keys: the kernel reads keys by slots that have no columns of the
-// position, or whose values have them, too (DeepSeek V4).
-inline std::string refusal_of_latent(const AttentionParams& p, bool reads_narrow_keys) {
-  const bool narrow = reads_narrow_keys && p.pages.slots_per_page > 0 && p.head_dim_qk == kLatentDim;
+// Empty if the problem is supported. Keys by slots may have no columns of the position, or values that have them, too
+// (DeepSeek V4).
+inline std::string common_refusal(const AttentionParams& p) {
+  const bool narrow = p.pages.slots_per_page > 0 && p.head_dim_qk == kLatentDim && p.kv_dtype != DType::kLatentV32;
   if ((!narrow && p.head_dim_qk != kLatentDim + kRopeDim) || p.head_dim_vo != kLatentDim) {
     return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are not supported: latent attention has 576 and 512" +
-           (reads_narrow_keys ? ", by slots also 512 twice" : "") + ", values being columns of the keys.";
+           " are not supported: latent attention has 576 and 512, of keys by slots also 512 twice, values being "
+           "columns of the keys.";
   }
   if (p.num_kv_heads != 1) {
     return "num_kv_heads=" + std::to_string(p.num_kv_heads) + ", but of latent keys all heads share one: make it 1.";
@@ -34,6 +34,5 @@ inline std::string refusal_of_latent(const AttentionParams& p, bool reads_narrow
   }
   return "";
 }
-inline std::string common_refusal(const AttentionParams& p) { return refusal_of_latent(p, false); }
 
 }  // namespace cutlass_kernels::mla

@@ -137,19 +137,25 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
       }
     }
   }
-  if (has_rope(params) && !left.front()->reads_rope) {
+  // What latent kernels alone do is a question to one of them, though a narrower kernel comes first.
+  const std::string asked = needs_latent_kernel(params);
+  const auto latent = std::find_if(left.begin(), left.end(), [&](const KernelEntry* entry) {
+    return !asked.empty() && entry->reads_slots && entry->info.head_dim_vo == params.head_dim_vo;
+  });
+  const KernelEntry& nearest = latent == left.end() ? *left.front() : **latent;
+  if (has_rope(params) && !nearest.reads_rope) {
     reasons->push_back(std::string(params.k_rope.data == nullptr ? "q_rope" : "k_rope") + " is not read by the " +
                        name +
                        " kernels of this build: put its columns behind the first 512 of the tensor "
                        "it belongs to, in the same rows.");
   }
-  if (const std::string asked = needs_latent_kernel(params); !asked.empty() && !left.front()->reads_slots) {
+  if (!asked.empty() && !nearest.reads_slots) {
     reasons->push_back(asked + " is for the kernels of latent attention (head dimensions 576 and 512), not for these " +
                        name +
                        " kernels: " + (params.pages.slots_per_page > 0 ? "give each request pages." : "leave it out."));
   }
-  if (left.front()->refusal != nullptr) {
-    std::string refusal = left.front()->refusal(params);
+  if (nearest.refusal != nullptr) {
+    std::string refusal = nearest.refusal(params);
     if (!refusal.empty()) reasons->push_back(std::move(refusal));
   }
 }

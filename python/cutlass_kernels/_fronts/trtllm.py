@@ -307,7 +307,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             ``kv_scale_format``. On Hopper a kernel reads it by lists for bfloat16 queries, else PyTorch.
         workspace_buffer: accepted, not used.
         qk_nope_head_dim: not used: ``bmm1_scale`` is the whole scale.
-        kv_lora_rank, qk_rope_head_dim: 512 and 64; PyTorch computes others, slowly.
+        kv_lora_rank, qk_rope_head_dim: 512 and 64, with ``sparse_mla_top_k`` also 512 and 0; PyTorch computes others,
+            slowly.
         block_tables: int32 ``[batch, M]``, the pages of each request. With ``sparse_mla_top_k`` the keys of each row,
             ``[batch, rows, sparse_mla_top_k]`` or ``[rows of all requests, sparse_mla_top_k]``: slots ``page *
             page_size + offset``; out-of-range indices, such as -1, are ignored.

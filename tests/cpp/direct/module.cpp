@@ -13,6 +13,7 @@
 #include "cutlass_kernels/append.h"
 #include "cutlass_kernels/rope.h"
 #include "functions.h"
+#include "latent/dims.h"
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
 #include "registry/registry.h"
@@ -53,14 +54,12 @@ KernelEntry entry() {
 }
 
 /// Latent attention: fp16 without tensors of their own for the last columns, bf16 with them.
-template <bool kReadsRope>
+template <Backend backend, bool kReadsRope>
 KernelEntry latent() {
-  KernelEntry made = entry<Backend::kFa3>();
+  KernelEntry made = entry<backend>();
   made.reads_rope = kReadsRope;
   made.reads_slots = true;
-  made.refusal = [](const AttentionParams& p) {
-    return std::string(p.head_dim_qk == 576 && p.v.data == p.k.data ? "" : "Not latent.");
-  };
+  made.refusal = &mla::common_refusal;
   return made;
 }
 
@@ -87,11 +86,14 @@ std::vector<RegistryRow> all_rows() {
     add(Backend::kFa3, q, q, &entry<Backend::kFa3>);
   }
   add(Backend::kFa3, DType::kFloat8E4M3, DType::kFloat8E4M3, &entry<Backend::kFa3>);
-  const auto add_latent = [&](DType type, KernelEntry (*made)()) {
-    rows.push_back({{"recording", Backend::kFa3, type, type, 576, 512, kAllFeatures, 80, 0}, made});
+  const auto add_latent = [&](Backend backend, DType q, DType kv, KernelEntry (*made)()) {
+    rows.push_back({{"recording", backend, q, kv, 576, 512, kAllFeatures, 80, 0}, made});
   };
-  add_latent(DType::kFloat16, &latent<false>);
-  add_latent(DType::kBFloat16, &latent<true>);
+  add_latent(Backend::kFa3, DType::kFloat16, DType::kFloat16, &latent<Backend::kFa3, false>);
+  add_latent(Backend::kFa3, DType::kBFloat16, DType::kBFloat16, &latent<Backend::kFa3, true>);
+  add_latent(Backend::kFa2, DType::kFloat16, DType::kFloat16, &latent<Backend::kFa2, false>);
+  add_latent(Backend::kFa2, DType::kBFloat16, DType::kBFloat16, &latent<Backend::kFa2, true>);
+  add_latent(Backend::kFa2, DType::kBFloat16, DType::kFloat8E4M3, &latent<Backend::kFa2, true>);
   for (const DType tokens : {DType::kLatentV32, DType::kLatentV32Nope, DType::kLatentV4, DType::kLatentV41ByPage,
                              DType::kLatentV41ByToken}) {
     const int dim = tokens == DType::kLatentV32 ? 576 : 512;

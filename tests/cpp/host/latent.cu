@@ -136,6 +136,58 @@ void check_slots() {
           "fa3 takes keys by slots however few rows there are");
 }
 
+/// Keys of 512 columns without others for the position: by slots the kernels of 576 read them, also where there is one
+/// of head dimension 512, which serves pages and tensors.
+void check_narrow_slots() {
+  const auto narrow = [](ck::DType kv_dtype, int heads) {
+    ck::AttentionParams params = latent(heads, 4, 1, 1000, kv_dtype);
+    params.head_dim_qk = 512;
+    params.q = {params.q.data, heads * 512, 512};
+    params.k = params.v = {params.k.data, 512, 512};
+    list_slots(params);
+    params.pages.k_stride_page = params.pages.v_stride_page = 64 * 512 + 64;
+    return params;
+  };
+  for (const ck::DType kv_dtype : {ck::DType::kFloat16, ck::DType::kFloat8E4M3}) {
+    for (const int heads : {1, 16, 128}) {
+      for (const auto& [capability, kilobytes] : {std::pair(80, 163), std::pair(86, 99), std::pair(90, 227)}) {
+        if (capability < ck::list_kernels().front().min_compute_capability) continue;  // this build has none for it
+        stand_in::device.compute_capability = capability;
+        stand_in::device.shared_memory_per_block = kilobytes << 10;
+        const ck::AttentionParams params = narrow(kv_dtype, heads);
+        stand_in::launches.clear();
+        const ck::Status status = ck::attention(params, at(kWorkspace), 1 << 30, nullptr, ck::Backend::kFa2);
+        require(status.ok(), status.message);
+        require(last_attention().head_dim_qk == 512 && std::any_of(stand_in::launches.begin(), stand_in::launches.end(),
+                                                                   [](const auto& one) { return one.is("BySlots"); }),
+                "fa2's kernel of slots, which is told that there are 512 columns");
+      }
+    }
+  }
+  stand_in::device = {};
+  ck::AttentionParams params = narrow(ck::DType::kFloat16, 16);
+  ck::Plan plan;
+  require(ck::make_plan(params, &plan, ck::Backend::kFa2).ok() && plan.kernel() == std::string("fa2_float16_hd576_512"),
+          "the kernel of 576 columns");
+  ck::AttentionParams dense = params;
+  dense.pages.slots_per_page = 0;
+  const ck::Status made = ck::make_plan(dense, &plan, ck::Backend::kFa2);
+  require(!made.ok() || plan.kernel() == std::string("fa2_float16_hd512"), "pages have a kernel of 512 columns");
+  const auto refused = [](const ck::AttentionParams& params, const std::string& start) {
+    const auto reasons = ck::not_supported_reasons(ck::Backend::kFa2, params, 90);
+    require(reasons.size() == 1 && reasons[0].find(start) == 0, reasons.empty() ? "it is refused" : reasons[0]);
+  };
+  ck::AttentionParams changed = params;
+  changed.v.data = at(std::uintptr_t(6) << 40);
+  refused(changed, "Values of 512 columns beside latent keys must be the first columns of the keys");
+  changed = params;
+  changed.k_rope = {at(std::uintptr_t(8) << 40), 64, 64};
+  refused(changed, "k_rope is given with head_dim_qk=512");
+  changed = params;
+  changed.head_dim_qk = 448;
+  refused(changed, "head_dim_qk=448 and head_dim_vo=512 are not supported");
+}
+
 /// FlashMLA's LSE of pages is for latent attention alone, too, and of no matter without an LSE.
 void check_flash_mla_lse() {
   const auto with_lse = [](ck::AttentionParams params) {
@@ -192,6 +244,7 @@ void check_latent_attention() {
   check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);
   check_ropes_that_are_broadcast();
   check_slots();
+  check_narrow_slots();
   check_flash_mla_lse();
   check_kernels_of_slots();
 }

@@ -17,8 +17,9 @@
 // All warps know the m of their rows, and P is computed with the m of the block before. Only where a row exceeds its
 // headroom, mostly in the first KV block alone, the warps exchange maxima and compute P anew.
 //
-// Keys by slots have separate kernels (BySlots): an entry of the page table is one key, or none. They also write the
-// largest logit of each row. In the kernels for pages, both would take registers of the main loop.
+// Keys by slots have separate kernels (BySlots): an entry of the page table is one key, or none, and has 576 columns or
+// 512, which are K and V. They also write the largest logit of each row. In the kernels for pages, this would take
+// registers of the main loop.
 //
 //   config.h  the tiles: how warps share S and O       products.h  S = Q K^T, O += P V
 //   load.h    loads of Q and keys                      scores.h    from S to P
@@ -143,9 +144,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_con
       CUTE_UNROLL
       for (int panel = 0; panel < Tile::kPanels; ++panel) copy_next(panel);
     }
-    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
-      if constexpr (Tile::kSpreadsCopies) copy_next(panel);
-    });
+    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, has_positions<Tile>(params),
+                               [&](int panel) {
+                                 if constexpr (Tile::kSpreadsCopies) copy_next(panel);
+                               });
     cp_async_commit();
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);

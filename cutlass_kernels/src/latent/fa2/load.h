@@ -6,7 +6,8 @@
 // page indices of a KV block are read while the block before it in the order of copies is computed.
 //
 // Of keys by slots, the lanes that look an entry up leave in shared memory, with the stage, whether it is a slot
-// (BySlots::kListed). WarpScores::hide_missing() hides the others.
+// (BySlots::kListed). WarpScores::hide_missing() hides the others. Rows of queries and keys may have no columns of the
+// position (512/512): zeros take their place in shared memory, and S skips their products.
 #pragma once
 
 #include <cute/config.hpp>
@@ -58,24 +59,31 @@ CUTE_DEVICE bool begin_tile(const KernelParams& params, TileWork& tile, TileWork
   return true;
 }
 
+// Whether queries and keys have columns of the position. Those of keys in pages do.
+template <class Tile>
+CUTE_DEVICE bool has_positions(const KernelParams& params) {
+  return !Tile::kBySlots || params.attention.head_dim_qk > kLatentDim;
+}
+
 // The row, counted in its four, and the 16 bytes of each 128 that are a lane's; where the swizzle puts them.
 CUTE_DEVICE int row_of_lane(int lane) { return lane / 8; }
 CUTE_DEVICE int bytes_of_lane(int lane) { return lane % 8 * 16; }
 CUTE_DEVICE int place_in_row(int row, int lane) { return (lane ^ row) % 8 << 4; }
 
-// A lane's 16 bytes of each 128 of a row of elements of kBytes.
-template <int kBytes>
+// A lane's 16 bytes of each 128 of a row of elements of kBytes. Of keys by slots, only latent columns may exist.
+template <int kBytes, bool kBySlots>
 struct RowCopy {
   static constexpr int kRopeStep = kLatentDim * kBytes / 128;
   static constexpr int kSteps = kRopeStep + 1;
 
   std::uint32_t to;
   const char* latent = nullptr;  // null: zeros
-  const char* rope = nullptr;
+  const char* rope = nullptr;    // with kBySlots, the same
 
   CUTE_DEVICE void operator()(int step) const {
     if (step == kRopeStep && bytes_of_lane(threadIdx.x) >= kRopeDim * kBytes) return;
-    cp_async_16(to + step * 128, step < kRopeStep ? latent + step * 128 : rope, latent != nullptr);
+    cp_async_16(to + step * 128, step < kRopeStep ? latent + step * 128 : rope,
+                (kBySlots && step == kRopeStep ? rope : latent) != nullptr);
   }
 };
 
@@ -93,12 +101,13 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
     const int token = int(params.pack.divide(row));
     const int head = tile.head + row - token * int(params.pack.divisor);
     const std::int64_t at = std::int64_t(tile.item.q_begin) + tile.row_begin + token;
-    RowCopy<2> copy{kept + row * Tile::kRowBytes + place_in_row(row, lane)};
+    RowCopy<2, Tile::kBySlots> copy{kept + row * Tile::kRowBytes + place_in_row(row, lane)};
     if (tile.row_begin + token < tile.row_end) {
       copy.latent = bytes_at(p.q) + 2 * (at * p.q.stride_token + head * p.q.stride_head) + bytes_of_lane(lane);
       copy.rope = separate ? bytes_at(p.q_rope) + bytes_of_lane(lane) +
                                  2 * (at * p.q_rope.stride_token + head * p.q_rope.stride_head)
                            : copy.latent + 2 * kLatentDim;
+      if (!has_positions<Tile>(params)) copy.rope = nullptr;
     }
     CUTE_UNROLL
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
@@ -118,7 +127,7 @@ CUTE_DEVICE char* shared_bytes() {
 
 template <class Tile>
 struct KeyLoader {
-  using KeyCopy = RowCopy<Tile::kKeyBytes>;
+  using KeyCopy = RowCopy<Tile::kKeyBytes, Tile::kBySlots>;
   static constexpr int kSteps = KeyCopy::kSteps;
   static constexpr int kRows = Tile::kBlockN / Tile::kRoleWarps / 4;  // of a lane
   static constexpr int kRowStep = Tile::kRoleWarps * 4;
@@ -203,6 +212,7 @@ struct KeyLoader {
         copies.of[r].latent = address(p.k, p.pages.k_stride_page);
         copies.of[r].rope = p.k_rope.data != nullptr ? address(p.k_rope, p.pages.k_rope_stride_page)
                                                      : copies.of[r].latent + Tile::kKeyBytes * kLatentDim;
+        if (!has_positions<Tile>(params)) copies.of[r].rope = nullptr;
       }
     }
     return copies;

@@ -101,8 +101,7 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
 }
 
 inline std::string refusal(const AttentionParams& p) {
-  const bool reads_narrow_keys = p.kv_dtype != DType::kLatentV32;
-  if (std::string fault = refusal_of_latent(p, reads_narrow_keys); !fault.empty()) return fault;
+  if (std::string fault = common_refusal(p); !fault.empty()) return fault;
   if (std::string fault = fa3::refusal(p); !fault.empty()) return fault;
   // Columns with a tensor of their own have maps of their own.
   AttentionParams rope = p;
