@@ -233,6 +233,8 @@ std::vector<Case> sizes() {
   add(by_slots, "but max_qo_len=2: make each row a request", [](auto& p) { p.max_qo_len = 2; });
   add(by_slots, "but max_qo_len=0: make each row a request", [](auto& p) { p.max_qo_len = 0; });
   add(by_slots, "but qo_indptr is given", [](auto& p) { p.qo_indptr = indptr; });
+  add(by_slots, "but kv_indptr is given", [](auto& p) { p.kv_indptr = indptr; });
+  add(by_slots, "but seqused_q is given", [](auto& p) { p.seqused_q = indptr; });
   add(by_slots, "cannot be used with causal: ", [](auto& p) { p.causal = true; });
   add(by_slots, "cannot be used with window_left=7", [](auto& p) { p.window_left = 7; });
   add(by_slots, "cannot be used with window_right=0", [](auto& p) { p.window_right = 0; });

@@ -202,6 +202,10 @@ void check_even_shares(std::mt19937& random, int round) {
     }
   }
   require(int(found.size()) == expected, "a tile that does not exist");
+  for (int rank = tiles; split == 0 && rank < header.num_items; ++rank) {
+    const ck::WorkItem &item = list[std::size_t(rank)], &before = list[std::size_t(rank - tiles)];
+    require(before.cut_all >= item.cut_all, "of requests that are not split, a longer one comes later");
+  }
   require(header.num_split_tiles == split, "tiles are combined that were split, and no others");
   int units = 0;
   for (int i = 0; i < split; ++i) {

@@ -231,6 +231,50 @@ void check_kernels_of_slots() {
   }
 }
 
+/// What fa3 plans for rows with lists of slots, with or without lengths.
+ck::PlanState plan_of_rows(ck::AttentionParams params, bool has_lengths) {
+  list_slots(params);
+  params.pages.table_stride = params.pages.table_width = params.max_kv_len;
+  if (has_lengths) params.seqused_k = static_cast<const std::int32_t*>(at(kWorkspace));
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  ck::PlanState plan;
+  const ck::Status made = ck::make_plan(params, ck::Backend::kFa3, device, {}, &plan);
+  require(made.ok(), made.message);
+  return plan;
+}
+
+/// Rows that have as many splits each need no list. Its kernel takes longer than it saves for a few, and nothing is
+/// saved where all are as long; else lengths that only the device knows decide.
+void check_rows_without_a_list() {
+  const auto splits = [](const ck::PlanState& plan) {
+    require((plan.source == ck::TileSource::kList) == (plan.equal_splits == 0), "a list, or splits of each row");
+    return plan.equal_splits;
+  };
+  for (const bool has_lengths : {false, true}) {
+    require(splits(plan_of_rows(latent(64, 1, 1, 2048), has_lengths)) > 4, "one row is split");
+    require(splits(plan_of_rows(latent(64, 4, 1, 2048), has_lengths)) > 4, "a few are");
+    require(splits(plan_of_rows(latent(64, 264, 1, 2048), has_lengths)) == (has_lengths ? 0 : 1), "many are not");
+    require(splits(plan_of_rows(latent(64, 4096, 1, 2048), has_lengths)) == (has_lengths ? 0 : 1), "nor very many");
+    ck::AttentionParams params = latent(64, 8, 1, 2048);
+    params.num_splits = 3;
+    require(splits(plan_of_rows(params, has_lengths)) == 3, "as many as the caller asks for");
+  }
+  ck::AttentionParams params = latent(16, 4, 1, 5000);
+  params.batch_invariant = true;
+  require(splits(plan_of_rows(params, true)) == 0, "splits that follow from lengths have a list");
+  const ck::PlanState alike = plan_of_rows(params, false);
+  params.batch_size = 300;
+  params.total_q = 300;
+  require(splits(alike) > 1 && splits(alike) == splits(plan_of_rows(params, false)), "whatever rows there are beside");
+  // A plan is for rows with lists, or for requests without.
+  list_slots(params = latent(64, 4, 1, 1000));
+  const ck::PlanState plan = plan_of_rows(latent(64, 4, 1, 1000), false);
+  require(ck::fits_plan(plan, params, false).ok(), "the same rows");
+  params.pages.slots_per_page = 0;
+  require_refusal(ck::fits_plan(plan, params, false), "slots_per_page=0, but the plan is for rows with lists of slots");
+}
+
 }  // namespace
 
 void check_latent_attention() {
@@ -247,4 +291,5 @@ void check_latent_attention() {
   check_narrow_slots();
   check_flash_mla_lse();
   check_kernels_of_slots();
+  check_rows_without_a_list();
 }
