@@ -18,9 +18,12 @@ import argparse
 from itertools import accumulate
 from typing import Any
 
+import quantized_problems
 import torch
 from plan_free_problems import keys, queries
 from problems import Options, make_batch
+from quantized_caches import LAYOUTS
+from quantized_problems import make as make_quantized
 from registry import ENTRIES, Data
 from targets import Target
 from wrapper_problems import Wrapped
@@ -156,6 +159,21 @@ def selected(backend: str, heads: int, columns: int, dtype: torch.dtype, keys_dt
         indices[..., 3] = 299
         out = ck.attention(q, k, k[..., :512], kv_indices_per_token=indices, backend=backend)
         assert out.isfinite().all()
+
+
+def every_quantized(backend: str, head_dim: int) -> None:
+    """Quantized latent caches, once for all head dimensions: one and two of them, rows that are split and that are not,
+    lists of which the device alone knows the lengths, one or two CTAs for a row's heads."""
+    if head_dim != 64 or backend != "fa3":
+        return
+    for kind in LAYOUTS:
+        for heads in (8, 24, 64, 128):
+            for rows, widths in ((1, (1200, 300)), (9, (300, 70)), (150, (70, 65))):
+                for kinds in ([kind], [kind, kind]):
+                    for lengths in (False, True):
+                        sizes = dict(rows=rows, heads=heads, widths=widths, lengths=lengths)
+                        out, _, _ = quantized_problems.run(make_quantized(kinds, rows, DEVICE, **sizes), backend)
+                        assert out.isfinite().all()
 
 
 def latent(
@@ -388,6 +406,7 @@ PARTS = {
     "decode": every_decode,
     "fp8": every_tile_of_fp8,
     "latent": every_latent,
+    "quantized": every_quantized,
     "sparse": every_block_sparse,
     "fused": every_fused,
     "counters": every_counter,
