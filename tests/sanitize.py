@@ -169,7 +169,7 @@ def every_quantized(backend: str, head_dim: int) -> None:
     for kind in LAYOUTS:
         for heads in (8, 24, 64, 128):
             for rows, widths in ((1, (1200, 300)), (9, (300, 70)), (150, (70, 65))):
-                for kinds in ([kind], [kind, kind]):
+                for kinds in [[kind]] if kind == "v3.2" else [[kind], [kind, kind]]:  # two of 656 bytes: PyTorch
                     for lengths in (False, True):
                         sizes = dict(rows=rows, heads=heads, widths=widths, lengths=lengths)
                         out, _, _ = quantized_problems.run(make_quantized(kinds, rows, DEVICE, **sizes), backend)
