@@ -172,7 +172,7 @@ def every_quantized(backend: str, head_dim: int) -> None:
                 for kinds in [[kind]] if kind == "v3.2" else [[kind], [kind, kind]]:  # two of 656 bytes: PyTorch
                     for lengths in (False, True):
                         sizes = dict(rows=rows, heads=heads, widths=widths, lengths=lengths)
-                        out, _, _ = quantized_problems.run(make_quantized(kinds, rows, DEVICE, **sizes), backend)
+                        out, _, _ = quantized_problems.run(make_quantized(kinds, rows, DEVICE, **sizes))
                         assert out.isfinite().all()
 
 

@@ -169,7 +169,7 @@ int splits_of_equal_requests(const AttentionParams& params, const TileShape& til
                          .per_request;
   if (!has_equal_lists(params) && params.batch_size > 1 && splits < kOfFew) return 0;
   const std::size_t partial_bytes = std::size_t(splits) * params.batch_size * partial_row_bytes(params);
-  return splits > 1 && partial_bytes > kLeastPartialBytes ? 0 : splits;
+  return splits > 1 && partial_bytes > kMostPartialBytes ? 0 : splits;
 }
 
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
