@@ -17,6 +17,7 @@ from cutlass_kernels import _cli
 from cutlass_kernels._compute import selection
 
 _cases, _check, _info = _cli._check._cases, _cli._check, _cli._info
+_list_cases = _check._list_cases
 
 KERNEL = {
     "name": "stand-in",
@@ -186,6 +187,21 @@ def test_kernel_cases_of_8_bit_types():
     kernel = {**KERNEL, "q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
     (row,) = run([kernel], quick=True)
     assert row.faults == [] and 0 < row.cases < len(_cases.CASES)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn", *_list_cases._FORMATS])
+def test_list_cases_agree_with_the_reference(kv_dtype):
+    """Kernels of quantized caches have these alone."""
+    columns = 576 if kv_dtype in ("bfloat16", "float8_e4m3fn", "latent_v32") else 512
+    kernel = {**KERNEL, "q_dtype": "bfloat16", "kv_dtype": kv_dtype, "head_dim_qk": columns, "head_dim_vo": 512}
+    served = [case for case in _list_cases.CASES if _list_cases.is_served(case, kernel)]
+    (row,) = run([kernel], quick=True)
+    quick = [case for case in _cases.CASES if case.quick and not _list_cases.is_quantized(kernel)]
+    assert row.faults == [] and row.cases == len(quick) + sum(case.quick for case in served)
+    for case in served:
+        inputs, again = (_list_cases.draw(case, kernel, torch.device("cpu")) for _ in range(2))
+        assert torch.equal(inputs.caches[-1], again.caches[-1]) and torch.equal(inputs.lists[-1], again.lists[-1])
+    assert any(case.extra for case in served) == (columns == 512)
 
 
 def test_kernel_of_another_gpu_is_skipped():

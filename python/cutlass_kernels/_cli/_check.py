@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import _cases, _closed_forms, _info
+from . import _cases, _closed_forms, _info, _list_cases
 from .comparison import LSE_TOLERANCE, TOLERANCE, Errors, fault
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -136,11 +136,18 @@ def kernel_jobs(
         if capability < low or (high and capability > high):
             row.skipped = f"runs on {_info.capability_range(kernel)}"
             continue
-        jobs += [
-            Job(row, case.name, functools.partial(_compared, case, kernel, device))
-            for case in _cases.CASES
-            if case.quick or not quick
-        ]
+        if not _list_cases.is_quantized(kernel):
+            jobs += [
+                Job(row, case.name, functools.partial(_compared, case, kernel, device))
+                for case in _cases.CASES
+                if case.quick or not quick
+            ]
+        if _list_cases.are_for(kernel):
+            jobs += [
+                Job(row, case.name, functools.partial(_compared_lists, case, kernel, device))
+                for case in _list_cases.CASES
+                if (case.quick or not quick) and _list_cases.is_served(case, kernel)
+            ]
     return rows, jobs
 
 
@@ -153,6 +160,12 @@ def _compared(case: _cases.Case, kernel: dict[str, Any], device: torch.device) -
         yield computed, known
     else:
         yield computed, known, Errors.of(_cases.plain(case, inputs), known[0])
+
+
+def _compared_lists(case: _list_cases.Case, kernel: dict[str, Any], device: torch.device) -> Iterator[Comparison]:
+    inputs = _list_cases.draw(case, kernel, device)
+    known, computed = _list_cases.expected(inputs), _list_cases.compute(inputs, kernel["backend"])
+    yield computed, known, Errors.of(_list_cases.plain(inputs), known[0])
 
 
 def run_jobs(jobs: list[Job], console: Console) -> None:
