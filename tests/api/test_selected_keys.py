@@ -247,10 +247,12 @@ def test_kernels_compute_it(kernels):
     assert (counts() - before).keys() == {kernels.backend}
 
 
-def test_rows_of_impossible_lengths_are_not_written(kernels):
-    problem = make(4, 16, 40, kernels.device, lists=["full"], lengths=[40, 0, 40, 3])
+@every(width=[40, 2048])
+def test_rows_of_impossible_lengths_are_not_written(kernels, width):
+    """Whether their keys are split or not."""
+    problem = make(4, 16, width, kernels.device, lists=["full"], lengths=[width, 0, width, 3])
     out, _, max_logits = run(problem, kernels.backend)
-    problem.lengths = torch.tensor([41, -5, 2**31 - 1, 3], dtype=INT32, device=kernels.device)
+    problem.lengths = torch.tensor([width + 1, -5, 2**31 - 1, 3], dtype=INT32, device=kernels.device)
     found, _, largest = run(problem, kernels.backend)
     assert found[:3].isnan().all() and largest[:3].isnan().all()
     assert_bitwise(found[3], out[3])
@@ -278,13 +280,17 @@ def test_graphs_follow_lists_lengths_and_keys(kernels):
         problem.check(*results)
 
 
-def test_a_row_does_not_depend_on_the_others(kernels):
-    problem = make(40, 16, 900, kernels.device, pages=40, page_size=64, lengths="random", lists=["any"])
+@every(lengths=["random", "all", None])
+def test_a_row_does_not_depend_on_the_others(kernels, lengths):
+    """Nor on whether the GPU or the host knows that all of its list counts."""
+    some = [3000] * 40 if lengths == "all" else lengths
+    problem = make(40, 16, 3000, kernels.device, pages=60, page_size=64, lengths=some, lists=["any"])
     want = run(problem, kernels.backend, batch_invariant=True)
+    if lengths == "all":
+        problem.lengths = None
     for mine in (slice(0, 1), slice(7, 9), slice(20, 40)):
-        part = dataclasses.replace(
-            problem, q=problem.q[mine], indices=problem.indices[mine], lengths=problem.lengths[mine]
-        )
+        counts = None if problem.lengths is None else problem.lengths[mine]
+        part = dataclasses.replace(problem, q=problem.q[mine], indices=problem.indices[mine], lengths=counts)
         for x, y in zip(run(part, kernels.backend, batch_invariant=True), want):
             assert_bitwise(x, y[mine])
 

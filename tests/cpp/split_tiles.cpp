@@ -243,6 +243,68 @@ void check_garbage(Batch& batch, int round) {
   }
 }
 
+// Rows with lists of slots of one cache or two, whose splits follow from the index, with lengths that make no sense
+// among them. Returns how many are to be combined.
+int check_rows(int round) {
+  const int rows = draw(1, 20), width = draw(1, 3000), second = one_in(2) ? draw(1, 500) : 0, splits = draw(1, 12);
+  LaunchParams p;
+  p.batch_size = rows;
+  p.total_q = one_in(4) ? draw(1, rows) : rows;
+  p.max_qo_len = 1;
+  p.rows_per_length = one_in(2) ? 1 : draw(1, 5);
+  p.pages.page_size = 1;
+  p.pages.slots_per_page = 64;
+  p.pages.table_stride = p.pages.table_width = width;
+  p.max_kv_len = width;
+  std::vector<std::int32_t> lengths, second_lengths;
+  const auto some_length = [](int most) {
+    const int wrong[] = {-1, most + 1, 2147483647, -2147483647 - 1};
+    return one_in(5) ? wrong[draw(0, 3)] : draw(0, most);
+  };
+  for (int row = 0; row < rows; row += p.rows_per_length) {
+    lengths.push_back(some_length(width));
+    second_lengths.push_back(some_length(second));
+  }
+  if (one_in(2)) p.seqused_k = lengths.data();
+  if (second > 0) {
+    p.second.data = lengths.data();
+    p.second.table_width = second;
+    p.max_kv_len = keys_before_second(p) + second;
+    if (one_in(2)) p.second.lengths = second_lengths.data();
+  }
+  p.plan.source = TileSource::kBatchByLength;
+  p.plan.tile_rows = 1;
+  p.plan.equal_splits = splits;
+  p.plan.num_splits = p.plan.tile_indices = p.plan.partial_rows = rows * splits;
+  p.plan.split_tile_capacity = rows;
+  int combined = 0;
+  for (int row = 0; row < rows; ++row) {
+    const std::size_t entry = std::size_t(row / p.rows_per_length);
+    const int of_first = p.seqused_k == nullptr ? width : lengths[entry];
+    const int of_second = p.second.lengths == nullptr ? second : second_lengths[entry];
+    const bool makes_sense = 0 <= of_first && of_first <= width && 0 <= of_second && of_second <= second;
+    const bool is_computed = row < p.total_q && makes_sense;
+    for (int split = 0; split < splits; ++split) {
+      WorkItem work;
+      find_split_of_row(p, FastDivisor(std::uint32_t(splits)), row * splits + split, work);
+      require(lies_inside(p, work) == is_computed, "which rows are computed", round, row);
+      require(work.batch == row && work.q_begin == row && work.qo_len == 1 && work.split == split &&
+                  work.num_splits == splits && work.kv_begin == row * width,
+              "another split", round, row);
+      if (!is_computed) continue;
+      require(work.kv_len == (second > 0 ? keys_before_second(p) + of_second : of_first), "its keys", round, row);
+    }
+    const SplitTile tile = tile_at(p, row);
+    require((tile.rows > 0) == is_computed, "what is computed is combined, and nothing else", round, row);
+    if (!is_computed) continue;
+    require(tile.q_begin == row && tile.rows == 1 && tile.partial_row == row * splits && tile.num_splits == splits &&
+                tile.batch == row,
+            "another description of a row", round, row);
+    combined += splits > 1;
+  }
+  return combined;
+}
+
 // Makes the requests of a batch have splits of their own, and leaves some to other kernels.
 void give_own_splits(Batch& batch) {
   LaunchParams& p = batch.params;
@@ -331,7 +393,10 @@ int main() {
     give_own_splits(batch);
     own += check_own_splits(batch, round);
   }
+  int rows = 0;
+  for (int round = 0; round < 2000; ++round) rows += check_rows(round);
+  if (rows < 5000) std::printf("only %d rows with lists were split\n", rows);
   if (own < 2000) std::printf("only %d splits of requests' own\n", own);
   if (combined < 10000) std::printf("only %d tiles were split\n", combined);
-  std::printf(failures == 0 && combined >= 10000 && own >= 2000 ? "OK\n" : "FAILED\n");
+  std::printf(failures == 0 && combined >= 10000 && own >= 2000 && rows >= 5000 ? "OK\n" : "FAILED\n");
 }

@@ -77,7 +77,7 @@ struct SecondSlots {
   std::int32_t table_width = 0;           ///< entries of a list
   std::int64_t table_stride = 0;          ///< from one list to the next
   const std::int32_t* indices = nullptr;  ///< [batch_size, table_width], device: as those of the page table
-  const std::int32_t* lengths = nullptr;  ///< optional [batch_size], device: only so many entries of a list count
+  const std::int32_t* lengths = nullptr;  ///< optional, device: only so many entries of a list count; rows_per_length
 };
 
 /// A mask of any form, instead of causal and chunk_size; the window still counts. Row i of request b sees key j if bit
@@ -152,7 +152,8 @@ struct RequestParams {
   std::int32_t kv_stride_request = kNotSet;
   /// Optional [batch_size], device: how many rows and keys of a request are used, from its first on, instead of all
   /// that the indptrs leave room for. With seqused_k, of a kv_indptr in tokens only the first batch_size entries are
-  /// read (of one in entries of pages all, as they bound a request's pages), and last_page_len is not.
+  /// read (of one in entries of pages all, as they bound a request's pages), and last_page_len is not. Of keys by slots
+  /// seqused_q is null, and seqused_k has an entry for each rows_per_length rows.
   const std::int32_t* seqused_q = nullptr;
   const std::int32_t* seqused_k = nullptr;
   KvShard kv_shard;

@@ -46,7 +46,7 @@ CUTE_DEVICE int page_of_entry(const PagesOfMatrix& pages, int entry) {
 struct SlotsOfCache {
   const char* data;
   const std::int32_t* indices;
-  const std::int32_t* lengths;  // of requests; null: width
+  const std::int32_t* lengths;  // of rows: RequestParams::rows_per_length; null: width
   std::int64_t table_stride;
   std::int64_t page_bytes;
   FastDivisor page_size;

@@ -108,6 +108,10 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
            (has_lists(params) ? "requests without" : "rows with") +
            " lists of slots: make_plan() makes a plan for these parameters.";
   }
+  if (plan.equal_splits > 1 && params.batch_invariant && !has_equal_lists(params)) {
+    return "Lengths of lists are given, but the plan, with batch_invariant, is for lists without: make_plan() makes a "
+           "plan for these parameters.";
+  }
   // A list names the rows of its tiles; without one they follow from total_q.
   if (plan.source != TileSource::kList && given.total_q != planned.total_q) {
     return differs("total_q", given.total_q, planned.total_q);

@@ -11,7 +11,8 @@ namespace cutlass_kernels {
 
 struct MaskExtent;  // mask_extents.h
 
-/// Where a kernel's tiles come from. The device finds them in schedule/find_work.h.
+/// Where a kernel's tiles come from. The device finds them in schedule/find_work.h, rows with lists of slots on fa3 in
+/// fa3/find_tiles.h.
 enum class TileSource : std::int32_t {
   kList,           ///< a list in the workspace, by cost or in even shares: schedule/write_list.cu
   kSingleRequest,  ///< one request without indptrs: its tiles, last rows first
@@ -20,7 +21,7 @@ enum class TileSource : std::int32_t {
   kBatchBySplit,   ///< request after request, as many tiles and KV splits for each as one can have
 };
 
-/// What a thread block computes: an entry of the list, or found without one (find_work()). It says where rows and keys
+/// What a thread block computes: an entry of the list, or found without one (schedule/find_work.h). It says where rows and keys
 /// are, so that a thread block waits for one load instead of three dependent ones.
 struct alignas(16) WorkItem {
   std::int32_t batch;    ///< < 0: past the last tile

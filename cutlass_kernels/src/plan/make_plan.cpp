@@ -102,8 +102,13 @@ Status plan_without_list(const AttentionParams& params, const Device& device, co
     layout.tile_counter = scratch.add(2 * sizeof(std::uint64_t));
   }
 
-  const SplitRule rule = split_rule(params, tile, plan->source, device, options.partial_bytes);
-  plan->equal_splits = deals_out_rows(params, tile) ? 1 : 0;
+  std::size_t partial_bytes = options.partial_bytes;
+  if (splits_rows_equally(params, tile)) {  // as many as the workspace has room for
+    plan->equal_splits = 1;
+    const std::size_t taken = scratch.bytes() + 16;
+    partial_bytes = std::min(partial_bytes, std::max(options.workspace_bytes, taken) - taken);
+  }
+  const SplitRule rule = split_rule(params, tile, plan->source, device, partial_bytes);
   const std::int64_t splits = splits_without_list(rule, params, tile, plan->source);
   const std::int64_t rows = partial_rows_without_list(params, tile, plan->source, splits);
   if (Status status = check_partial_rows(params, rows); !status.ok()) return status;

@@ -132,14 +132,13 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
   }
   if (rule.most_splits < 2) return {};
   const std::int64_t shares = even_shares(params, tile, rule);
-  if (!with_list && deals_out_rows(params, tile)) {
+  if (!with_list && splits_rows_equally(params, tile)) {
     if (params.num_splits > 1) {
       rule.per_request = std::min(params.num_splits, rule.most_splits);
     } else if (params.batch_size == 1 || shares > 0) {
-      rule.per_request =
-          splits_of_equal_requests(params, tile, shares > 0 ? int(shares) : rule.wave, rule.least_split_keys);
+      rule.per_request = splits_of_equal_rows(params, shares > 0 ? int(shares) : rule.wave, rule.least_split_keys);
     }
-    rule.per_request = std::max(rule.per_request, 1);
+    rule.per_request = int(std::clamp<std::int64_t>(room / params.batch_size, 1, std::max(rule.per_request, 1)));
   } else if (with_list && shares > 0) {
     rule.shares = int(shares);
     rule.share_tiles = int(tiles_of_longest(params, tile.rows));
@@ -159,17 +158,14 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
 
 }  // namespace
 
-int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys) {
-  constexpr int kOfFew = 4;  // of a row
-  if (!has_lists(params) || tiles_of_longest(params, tile.rows) != 1) return 0;
+int splits_of_equal_rows(const AttentionParams& params, int shares, int least_split_keys) {
+  constexpr int kLeastOfAnyLength = 4;
   const int blocks = EvenShares::blocks_of(params.max_kv_len), cost = EvenShares::kStart + blocks;
   const int splits = EvenShares::make(shares, params.batch_size, params.batch_size * cost, blocks,
                                       std::max(least_split_keys / EvenShares::kBlockKeys, 1),
                                       EvenShares::quotient_up(params.batch_size, shares) * cost)
                          .per_request;
-  if (!has_equal_lists(params) && params.batch_size > 1 && splits < kOfFew) return 0;
-  const std::size_t partial_bytes = std::size_t(splits) * params.batch_size * partial_row_bytes(params);
-  return splits > 1 && partial_bytes > kMostPartialBytes ? 0 : splits;
+  return has_equal_lists(params) || params.batch_size == 1 || splits >= kLeastOfAnyLength ? splits : 0;
 }
 
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
@@ -179,7 +175,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
   }
   if (params.batch_invariant && params.fixed_split_size == 0) {
     SplitRule rule = own_rule(params, tile, tile_index_count(source, params, tile.rows), device);
-    if (source != TileSource::kList && deals_out_rows(params, tile)) {
+    if (source != TileSource::kList && splits_rows_equally(params, tile)) {
       rule.per_request = rule.own.of(1, int(std::min<std::int64_t>(params.max_kv_len, kMaxKeys)));
     }
     return rule;

@@ -30,7 +30,7 @@ struct SplitRule {
   OwnSplits own;                 ///< by the lengths of the request alone
   std::int32_t shares = 0;       ///< > 0: even shares (schedule/even_shares.h), so many for each tile of a head
   std::int32_t share_tiles = 1;  ///< of a request, at most
-  std::int32_t per_request = 0;  ///< > 0: without a list, so many splits of each row: deals_out_rows()
+  std::int32_t per_request = 0;  ///< > 0: without a list, so many splits of each row: splits_rows_equally()
   std::int32_t most_keys = 0;    ///< that rows of one tile see
   std::int32_t most_splits = 1;  ///< of a tile
   std::int64_t extra_tiles = 0;  ///< entries of the tile list beside one per tile
@@ -136,14 +136,14 @@ constexpr std::size_t kMostPartialBytes = 20 << 20;
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
 
 /// Whether requests are rows with lists of slots, of which each has as many splits where there is no list of tiles.
-inline bool deals_out_rows(const AttentionParams& params, const TileShape& tile) {
+inline bool splits_rows_equally(const AttentionParams& params, const TileShape& tile) {
   return tile.has_shares && has_lists(params);
 }
 
-/// KV splits of each request of one row, where all have as many: of lists of slots that have no lengths; and of a few
+/// KV splits of each of these rows, if memory does not matter: of lists of slots that have no lengths; and of a few
 /// lists, which get many splits each, whatever their lengths. They need no list of tiles, whose kernel takes 5 us. Else
 /// 0: even shares.
-int splits_of_equal_requests(const AttentionParams& params, const TileShape& tile, int shares, int least_split_keys);
+int splits_of_equal_rows(const AttentionParams& params, int shares, int least_split_keys);
 
 /// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,

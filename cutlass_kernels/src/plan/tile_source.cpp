@@ -53,7 +53,8 @@ TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
   if (!is_batch(params)) return TileSource::kSingleRequest;
   if (needs_list(params, tile)) return TileSource::kList;
   if (params.batch_invariant) {
-    if (deals_out_rows(params, tile)) return has_equal_lists(params) ? TileSource::kBatchByLength : TileSource::kList;
+    if (splits_rows_equally(params, tile))
+      return has_equal_lists(params) ? TileSource::kBatchByLength : TileSource::kList;
     // A list leaves out requests that other kernels compute. Of one request it would take 3 us more than it saves.
     const bool by_split =
         tile.packed_heads > 0 && tile.splits_without_list && (!kernel.is_persistent || params.batch_size == 1);
@@ -98,11 +99,12 @@ ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const
   if (tile.packed_heads == 0 || (needs_none && !tile.has_shares)) return ListUse::kNever;
   const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
   if (rule.shares > 0) {
-    const bool are_equal = needs_none && splits_of_equal_requests(params, tile, rule.shares, rule.least_split_keys) > 0;
+    const bool are_equal = needs_none && splits_rows_equally(params, tile) &&
+                           splits_of_equal_rows(params, rule.shares, rule.least_split_keys) > 0;
     return are_equal ? ListUse::kNever : ListUse::kAlways;
   }
   if (params.batch_size > kMostSearchedRequests) {
-    const bool are_alike = deals_out_rows(params, tile) && has_equal_lists(params);
+    const bool are_alike = splits_rows_equally(params, tile) && has_equal_lists(params);
     return always(rule.most_splits > 1 && !are_alike);
   }
   return rule.most_splits > 1 && !needs_none ? ListUse::kIfFaster : ListUse::kNever;

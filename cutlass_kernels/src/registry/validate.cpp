@@ -144,7 +144,6 @@ std::string impossible_second(const AttentionParams& params) {
     return "second is for tokens of a quantized latent cache by slots: set kv_dtype and slots_per_page, or leave it "
            "null.";
   }
-  if (params.kv_indptr != nullptr) return type + " has lists, and kv_indptr is given: leave it null.";
   if (second.indices == nullptr || second.table_width < 1 || second.table_stride < second.table_width) {
     return type + " has lists of table_width=" + number(second.table_width) + ", " + number(second.table_stride) +
            " apart" + (second.indices == nullptr ? ", but no indices" : "") + ": give each request a list.";

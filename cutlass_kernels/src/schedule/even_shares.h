@@ -18,8 +18,8 @@ struct EvenShares {
   // The start and the end of a split, in blocks. With 5, 256 requests take up to 5 % longer, with 2, 8 to 64 requests
   // up to 7 %.
   static constexpr int kStart = 3;
-  // What shares wait longer for that have parts of requests, in blocks: a row of 64 heads of which there are two parts
-  // writes and reads 512 KB. 256 rows of 64 heads, 205 to 2048 slots each: 31 us more than their blocks take, 11 blocks.
+  // What partial results cost, in blocks: those of two KV splits of a row of 64 heads are 256 KB, written and read. Even
+  // shares of 256 such rows, with 205 to 2048 slots each, took 31 us longer than their blocks, the time of 11 more.
   static constexpr int kPartials = 8;
   static constexpr int kLeastBlocks = 2;      // of a split of a request that has more
   static constexpr int kMostRequests = 1024;  // a thread of the kernel that writes the list for each
@@ -64,7 +64,7 @@ struct EvenShares {
 
   /// A request on the line.
   struct Request {
-    int index;        ///< among those that have rows
+    int index;        ///< among those that have rows: SharedRequest
     int first_block;  ///< where its blocks begin
     int blocks;
   };

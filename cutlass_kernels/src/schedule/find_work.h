@@ -123,6 +123,20 @@ CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& row_tiles
   return is_computed && (kTiles ? work.tile >= 0 : work.tile == 0 && split < work.num_splits);
 }
 
+// Of rows with lists of slots, without a list of tiles: the KV split of a rank. All rows have as many.
+CUTE_DEVICE void find_split_of_row(const LaunchParams& p, const FastDivisor& splits_of_row, int rank, WorkItem& work) {
+  const int row = int(splits_of_row.divide(rank)), splits = int(splits_of_row.divisor);
+  const KeysOfRequest keys = keys_in_lists(p, row);
+  work = {};
+  work.batch = work.q_begin = row;
+  work.qo_len = 1;
+  work.kv_begin = keys.begin;
+  work.kv_len = keys.length;
+  work.split = std::int16_t(rank - row * splits);
+  work.num_splits = std::int16_t(splits);
+  work.partial_row = row * splits;
+}
+
 // The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not
 // lie inside the tensors (indptrs on the device were never checked), which is not computed.
 //

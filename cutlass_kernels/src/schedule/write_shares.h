@@ -6,9 +6,11 @@
 
 namespace cutlass_kernels {
 
-// A request that has rows, by its index among these.
+// A request that has rows, by its index among these: in the order of the batch or, where none is split, of length.
 struct SharedRequest {
-  int batch, first_block, blocks;
+  int batch;
+  int first_block;  // where requests are split
+  int blocks;
   int partial_row;  // -1: there is no room for it
 
   __device__ EvenShares::Request at(int index) const { return {index, first_block, blocks}; }
@@ -90,7 +92,8 @@ class SharesWriter {
     position_[threadIdx.x] = longer;
     __syncthreads();
     const int place = is_there ? atomicAdd(&first, 1) : 0;
-    if (is_there) shared_[place].blocks = blocks;
+    // As long as others of its place may be: which of them comes first is left to chance, what they cost is not.
+    if (is_there) shared_[place].blocks = blocks >> shift << shift;
     __syncthreads();
     return place;
   }

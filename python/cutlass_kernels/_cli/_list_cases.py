@@ -35,7 +35,8 @@ class Case:
     heads: int
     width: int
     extra: int = 0  # entries of a second list, of another cache of the same format
-    lengths: bool = False  # whether fewer of the first list count, each row its own
+    lengths: bool = False  # whether fewer entries of both lists count, in each row another number
+    narrow: bool = False  # keys of 512 columns, all of them values, in kernels of 576
     sinks: bool = False
     no_slots: bool = False  # no entry is a slot
     quick: bool = False
@@ -48,6 +49,8 @@ CASES = (
     Case("lists, 128 heads, sinks", 3, 128, 300, sinks=True, quick=True),
     Case("lists, many rows", 300, 24, 65, lengths=True),
     Case("lists without slots", 4, 64, 70, no_slots=True),
+    Case("lists of 512 columns", 20, 16, 300, lengths=True, narrow=True, quick=True),
+    Case("lists of 512 columns, 128 heads", 3, 128, 500, sinks=True, narrow=True),
     Case("two lists", 5, 16, 70, extra=130, quick=True),
     Case("two lists, 128 heads, sinks", 70, 128, 128, extra=65, lengths=True, sinks=True),
 )
@@ -61,18 +64,17 @@ class Inputs:
     caches: list[torch.Tensor]
     numbers: list[torch.Tensor]  # that their slots stand for, [slots, 1, columns]
     lists: list[torch.Tensor]  # [rows, 1, width]
-    lengths: torch.Tensor | None
+    lengths: list[torch.Tensor]  # of each list; none: all entries count
     sinks: torch.Tensor | None
     kv_format: str | None
 
     def seen(self) -> Pair:
         """Slots of both caches that a row lists, int64 ``[rows, entries]``, and whether each counts."""
         lists = torch.cat([x[:, 0] + i * _SLOTS for i, x in enumerate(self.lists)], 1).long()
-        counts = torch.cat([(x[:, 0] >= 0) & (x[:, 0] < _SLOTS) for x in self.lists], 1)
-        if self.lengths is not None:
-            width = self.lists[0].size(2)
-            counts[:, :width] &= torch.arange(width, device=counts.device) < self.lengths[:, None]
-        return lists.where(counts, 0), counts
+        counts = [(x[:, 0] >= 0) & (x[:, 0] < _SLOTS) for x in self.lists]
+        for some, lengths in zip(counts, self.lengths):
+            some &= torch.arange(some.size(1), device=some.device) < lengths[:, None]
+        return lists.where(torch.cat(counts, 1), 0), torch.cat(counts, 1)
 
 
 def are_for(kernel: dict[str, Any]) -> bool:
@@ -86,16 +88,19 @@ def is_quantized(kernel: dict[str, Any]) -> bool:
 
 
 def is_served(case: Case, kernel: dict[str, Any]) -> bool:
-    """Two caches are quantized, in formats that models have two of."""
-    return case.extra == 0 or (is_quantized(kernel) and kernel["kv_dtype"] != "latent_v32")
+    """Two caches are quantized, in formats that models have two of. Others may have 512 columns."""
+    if is_quantized(kernel):
+        return not case.narrow and (case.extra == 0 or kernel["kv_dtype"] != "latent_v32")
+    return case.extra == 0
 
 
 def draw(case: Case, kernel: dict[str, Any], device: torch.device) -> Inputs:
     """N(0, 1) inputs for ``case`` in the types of ``kernel``; the same on every device."""
     generator = torch.Generator().manual_seed(len(case.name) + case.rows)
-    columns, kv_format = kernel["head_dim_qk"], _FORMATS.get(kernel["kv_dtype"])
+    columns = latent_formats.VALUES if case.narrow else kernel["head_dim_qk"]
+    kv_format = _FORMATS.get(kernel["kv_dtype"])
     q = torch.randn(case.rows, case.heads, columns, generator=generator).to(getattr(torch, kernel["q_dtype"]))
-    inputs = Inputs(q.to(device), [], [], [], None, None, kv_format)
+    inputs = Inputs(q.to(device), [], [], [], [], None, kv_format)
     for width in (case.width, *([case.extra] if case.extra else [])):
         numbers = torch.randn(_SLOTS, 1, columns, generator=generator)
         if kv_format is None:
@@ -111,9 +116,9 @@ def draw(case: Case, kernel: dict[str, Any], device: torch.device) -> Inputs:
         inputs.caches.append(cache.to(device))
         inputs.numbers.append(numbers.to(device))
         inputs.lists.append(indices.to(device))
-    if case.lengths:
-        lengths = torch.randint(case.width + 1, (case.rows,), generator=generator, dtype=torch.int32)
-        inputs.lengths = lengths.to(device)
+        if case.lengths:
+            lengths = torch.randint(width + 1, (case.rows,), generator=generator, dtype=torch.int32)
+            inputs.lengths.append(lengths.to(device))
     if case.sinks:
         inputs.sinks = torch.randn(case.heads, generator=generator).to(device)
     return inputs
@@ -122,9 +127,10 @@ def draw(case: Case, kernel: dict[str, Any], device: torch.device) -> Inputs:
 def compute(inputs: Inputs, backend: str) -> Pair:
     """Output and LSE by ``backend``."""
     first, *others = inputs.caches
-    given: dict[str, Any] = dict(kv_indices_per_token=inputs.lists[0], topk_length=inputs.lengths, sinks=inputs.sinks)
-    for cache, indices in zip(others, inputs.lists[1:]):
-        given |= dict(extra_k=cache, extra_indices_per_token=indices)
+    names = [("kv_indices_per_token", "topk_length"), ("extra_indices_per_token", "extra_topk_length")]
+    given: dict[str, Any] = dict(sinks=inputs.sinks, extra_k=others[0] if others else None)
+    given |= {of_list: indices for (of_list, _), indices in zip(names, inputs.lists)}
+    given |= {of_length: lengths for (_, of_length), lengths in zip(names, inputs.lengths)}
     if inputs.kv_format is not None:
         given["kv_format"] = inputs.kv_format
     v = first if inputs.kv_format is not None else first[..., : latent_formats.VALUES]

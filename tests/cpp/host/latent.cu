@@ -1,6 +1,7 @@
 // Latent attention: splits of requests on devices with little shared memory, tensors that TMA cannot describe, and keys
 // by slots.
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -232,14 +233,17 @@ void check_kernels_of_slots() {
 }
 
 /// What fa3 plans for rows with lists of slots, with or without lengths.
-ck::PlanState plan_of_rows(ck::AttentionParams params, bool has_lengths) {
+ck::PlanState plan_of_rows(ck::AttentionParams params, bool has_lengths,
+                           std::size_t workspace_bytes = std::numeric_limits<std::size_t>::max()) {
   list_slots(params);
   params.pages.table_stride = params.pages.table_width = params.max_kv_len;
   if (has_lengths) params.seqused_k = static_cast<const std::int32_t*>(at(kWorkspace));
   ck::Device device;
   require(ck::current_device(&device).ok(), "the stand-in is a device");
+  ck::PlanOptions options;
+  options.workspace_bytes = workspace_bytes;
   ck::PlanState plan;
-  const ck::Status made = ck::make_plan(params, ck::Backend::kFa3, device, {}, &plan);
+  const ck::Status made = ck::make_plan(params, ck::Backend::kFa3, device, options, &plan);
   require(made.ok(), made.message);
   return plan;
 }
@@ -260,6 +264,18 @@ void check_rows_without_a_list() {
     params.num_splits = 3;
     require(splits(plan_of_rows(params, has_lengths)) == 3, "as many as the caller asks for");
   }
+  // As many as there is room for, whatever the caller asks for.
+  for (const int rows : {16, 300, 1024}) {
+    for (const int splits : {0, 2, 32, 500}) {
+      for (const std::size_t bytes : {std::size_t(16) << 20, std::size_t(64) << 20}) {
+        ck::AttentionParams asked = latent(128, rows, 1, 2048);
+        asked.num_splits = splits;
+        const ck::PlanState plan = plan_of_rows(asked, false, bytes);
+        require(plan.layout.bytes() <= std::min<std::size_t>(bytes, 44 << 20), "no more memory than others");
+        require(rows > 16 || plan.partial_rows >= 2 * rows, "few rows are split in any case");
+      }
+    }
+  }
   ck::AttentionParams params = latent(16, 4, 1, 5000);
   params.batch_invariant = true;
   require(splits(plan_of_rows(params, true)) == 0, "splits that follow from lengths have a list");
@@ -267,6 +283,14 @@ void check_rows_without_a_list() {
   params.batch_size = 300;
   params.total_q = 300;
   require(splits(alike) > 1 && splits(alike) == splits(plan_of_rows(params, false)), "whatever rows there are beside");
+  params = latent(16, 4, 1, 5000);
+  params.batch_invariant = true;
+  list_slots(params);
+  params.pages.table_stride = params.pages.table_width = 5000;
+  require(ck::fits_plan(alike, params, false).ok(), "the same rows, all entries of which count");
+  params.seqused_k = static_cast<const std::int32_t*>(at(kWorkspace));
+  require_refusal(ck::fits_plan(alike, params, false),
+                  "Lengths of lists are given, but the plan, with batch_invariant");
   // A plan is for rows with lists, or for requests without.
   list_slots(params = latent(64, 4, 1, 1000));
   const ck::PlanState plan = plan_of_rows(latent(64, 4, 1, 1000), false);
