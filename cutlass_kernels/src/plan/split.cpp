@@ -131,15 +131,14 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, boo
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
-  const std::int64_t shares = even_shares(params, tile, rule);
   if (!with_list && splits_rows_equally(params, tile)) {
     if (params.num_splits > 1) {
       rule.per_request = std::min(params.num_splits, rule.most_splits);
-    } else if (params.batch_size == 1 || shares > 0) {
-      rule.per_request = splits_of_equal_rows(params, shares > 0 ? int(shares) : rule.wave, rule.least_split_keys);
+    } else if (params.batch_size <= EvenShares::kMostRequests) {
+      rule.per_request = splits_of_equal_rows(params, rule.wave, rule.least_split_keys);
     }
     rule.per_request = int(std::clamp<std::int64_t>(room / params.batch_size, 1, std::max(rule.per_request, 1)));
-  } else if (with_list && shares > 0) {
+  } else if (const std::int64_t shares = even_shares(params, tile, rule); with_list && shares > 0) {
     rule.shares = int(shares);
     rule.share_tiles = int(tiles_of_longest(params, tile.rows));
     rule.most_keys = int(std::min<std::int64_t>(most_keys_of_rows(params, tile.rows), kMaxKeys));
