@@ -21,8 +21,8 @@ enum class TileSource : std::int32_t {
   kBatchBySplit,   ///< request after request, as many tiles and KV splits for each as one can have
 };
 
-/// What a thread block computes: an entry of the list, or found without one (schedule/find_work.h). It says where rows and keys
-/// are, so that a thread block waits for one load instead of three dependent ones.
+/// What a thread block computes: an entry of the list, or found without one (schedule/find_work.h). It says where rows
+/// and keys are, so that a thread block waits for one load instead of three dependent ones.
 struct alignas(16) WorkItem {
   std::int32_t batch;    ///< < 0: past the last tile
   std::int32_t tile;     ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request

@@ -53,8 +53,9 @@ TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
   if (!is_batch(params)) return TileSource::kSingleRequest;
   if (needs_list(params, tile)) return TileSource::kList;
   if (params.batch_invariant) {
-    if (splits_rows_equally(params, tile))
+    if (splits_rows_equally(params, tile)) {
       return has_equal_lists(params) ? TileSource::kBatchByLength : TileSource::kList;
+    }
     // A list leaves out requests that other kernels compute. Of one request it would take 3 us more than it saves.
     const bool by_split =
         tile.packed_heads > 0 && tile.splits_without_list && (!kernel.is_persistent || params.batch_size == 1);

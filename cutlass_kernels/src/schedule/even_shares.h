@@ -18,8 +18,8 @@ struct EvenShares {
   // The start and the end of a split, in blocks. With 5, 256 requests take up to 5 % longer, with 2, 8 to 64 requests
   // up to 7 %.
   static constexpr int kStart = 3;
-  // What partial results cost, in blocks: those of two KV splits of a row of 64 heads are 256 KB, written and read. Even
-  // shares of 256 such rows, with 205 to 2048 slots each, took 31 us longer than their blocks, the time of 11 more.
+  // What partial results cost, in blocks: those of two KV splits of a row of 64 heads are 256 KB, written and read.
+  // Even shares of 256 such rows, with 205 to 2048 slots each, took 31 us longer than their blocks, the time of 11 more.
   static constexpr int kPartials = 8;
   static constexpr int kLeastBlocks = 2;      // of a split of a request that has more
   static constexpr int kMostRequests = 1024;  // a thread of the kernel that writes the list for each
